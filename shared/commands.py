@@ -1,0 +1,115 @@
+"""What a front, or any program, may ask of the fleet.
+
+A command travels as JSON in a versioned envelope:
+
+    {"v": 1, "kind": "generate", "must": [], "body": {...}}
+
+Fields that a reader does not know are ignored, so that old workers serve new fronts; a field named in `must` may not be
+ignored: a reader that does not know it raises `UnsupportedCommand`, and the request is handed back for a newer worker.
+"""
+
+from typing import Literal
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shared.decoding import Decoding
+
+WIRE_VERSION = 1
+
+Lane = Literal["rt", "std", "bulk"]
+LANES: tuple[Lane, ...] = ("rt", "std", "bulk")
+
+
+class UnsupportedCommand(Exception):
+    """The envelope has a version, kind or must-understand field that this reader does not know."""
+
+
+class InvalidCommand(Exception):
+    """The payload is not a command at all, or one of its fields is out of range; the message names the field."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class Sampling(_Part):
+    """How a token is drawn from its distribution. Draws are seeded by (seed, absolute position, step in the block)."""
+
+    temperature: float = Field(default=0.0, ge=0.0, le=5.0, description="0 takes the most probable token.")
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: int = Field(default=0, ge=0, description="0 keeps all tokens; 1 takes the most probable one.")
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
+
+
+class Limits(_Part):
+    """When a request ends. Times are milliseconds from the submit."""
+
+    max_tokens: int = Field(default=512, ge=1, description="Exact upper bound of produced tokens.")
+    min_tokens: int = Field(default=0, ge=0)
+    max_nfe: int | None = Field(
+        None, ge=1, description="Cap on denoising forwards; what is left is filled in the last."
+    )
+    max_repetition_run: int | None = Field(default=None, ge=1, description="End after this many equal tokens in a row.")
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    queue_ms: int | None = Field(default=None, ge=1, description="Expire if no worker has started by then.")
+    total_ms: int | None = Field(default=None, ge=1, description="Expire if not finished by then.")
+
+
+class Preview(_Part):
+    """Ask for snapshots of the canvas between commits; they are never stored and first to be dropped."""
+
+    interval_ms: int = Field(default=80, ge=0, le=10_000)
+
+
+class Generate(_Part):
+    """Continue `prompt` (token ids). The id is made by the submitter and is never reused."""
+
+    id: str
+    model: str
+    prompt: tuple[int, ...] = Field(min_length=1)
+    sampling: Sampling = Sampling()
+    limits: Limits = Limits()
+    decoding: Decoding | None = Field(default=None, description="Unset: the model's own default.")
+    block_length: int | None = Field(default=None, ge=1, le=4096, description="Unset: the model's own default.")
+    preview: Preview | None = None
+    lane: Lane = "std"
+    user: str | None = Field(default=None, max_length=256)
+    trace: dict[str, str] = Field(default_factory=dict, description="W3C trace context.")
+
+
+class Abort(_Part):
+    """End a request. Travels as the abort key, whose value is the reason."""
+
+    id: str
+    reason: str = "aborted"
+
+
+def encode_command(command: Generate, must: tuple[str, ...] = ()) -> bytes:
+    """Return the envelope as JSON bytes."""
+    body = command.model_dump(mode="json", exclude_none=True)
+    return orjson.dumps({"v": WIRE_VERSION, "kind": "generate", "must": list(must), "body": body})
+
+
+def decode_command(payload: bytes) -> Generate:
+    """Parse an envelope.
+
+    Raises `UnsupportedCommand` for what a newer worker may know, `InvalidCommand` for what nobody can run.
+    """
+    try:
+        envelope = orjson.loads(payload)
+        version, kind, must, body = (envelope[key] for key in ("v", "kind", "must", "body"))
+    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+        raise InvalidCommand("the payload is not a command envelope") from error
+    unknown = [name for name in must if name not in Generate.model_fields]
+    if version != WIRE_VERSION or kind != "generate" or unknown:
+        raise UnsupportedCommand(f"version {version!r}, kind {kind!r}, unknown must-understand fields {unknown!r}")
+    try:
+        return Generate.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise InvalidCommand(f"{field}: {first['msg']}") from error

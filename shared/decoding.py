@@ -1,0 +1,81 @@
+"""Decoding strategies as data: what a request may ask of the sampler, one class for each strategy.
+
+The rules themselves are pure functions in `worker.decoding`; this module only names their parameters, so that a
+front or a direct submitter can build and check them without torch. The union is discriminated by `strategy`.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Confidence = Literal["model", "filtered"]
+
+
+class _Decoding(BaseModel):
+    """Parameters that every strategy has."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    confidence: Confidence = Field(
+        default="model",
+        description="Whose probability ranks positions: the model's own, softmax(logits / temperature), or the one "
+        "left after top-k and top-p filtering (SDAR's published loop).",
+    )
+    filler_rules: bool = Field(
+        True,
+        description="A position whose best token is filler takes no turn, and a block closes without further forwards "
+        "once its stop token is committed with no mask before it. Off where a reference must be matched exactly.",
+    )
+
+
+class Threshold(_Decoding):
+    """Accept every mask with confidence >= threshold, and always the best one (Fast-dLLM, arXiv 2505.22618)."""
+
+    strategy: Literal["threshold"] = "threshold"
+    threshold: float = Field(default=0.9, ge=0.0, le=1.0)
+
+
+class LowConfidenceStatic(_Decoding):
+    """Accept the k most confident positions, k an even split of the block over `steps` (SDAR, LLaDA)."""
+
+    strategy: Literal["low_confidence_static"] = "low_confidence_static"
+    steps: int | None = Field(default=None, ge=1, description="Denoise steps a block; unset: one position a step.")
+
+
+class LowConfidenceDynamic(_Decoding):
+    """Accept all with confidence > threshold if they fill the step's quota, else as many as the quota (SDAR)."""
+
+    strategy: Literal["low_confidence_dynamic"] = "low_confidence_dynamic"
+    threshold: float = Field(default=0.9, ge=0.0, le=1.0)
+    steps: int | None = Field(default=None, ge=1)
+    fallback: Literal["confidence", "leftmost"] = Field(
+        default="confidence",
+        description="Which positions fill the quota: the most confident (SDAR), or the leftmost (JetEngine).",
+    )
+
+
+class Sequential(_Decoding):
+    """Accept the first mask and the k - 1 positions after it (SDAR)."""
+
+    strategy: Literal["sequential"] = "sequential"
+    steps: int | None = Field(default=None, ge=1)
+
+
+class RandomOrder(_Decoding):
+    """Accept k masked positions drawn uniformly, seeded by the request (LLaDA's `random` remasking)."""
+
+    strategy: Literal["random"] = "random"
+    steps: int | None = Field(default=None, ge=1)
+
+
+class EntropyBounded(_Decoding):
+    """Accept positions by rising entropy while the running sum stays below the bound (EB-sampler, JetEngine)."""
+
+    strategy: Literal["entropy_bounded"] = "entropy_bounded"
+    bound: float = Field(default=0.35, gt=0.0)
+
+
+Decoding = Annotated[
+    Threshold | LowConfidenceStatic | LowConfidenceDynamic | Sequential | RandomOrder | EntropyBounded,
+    Field(discriminator="strategy"),
+]

@@ -1,0 +1,97 @@
+"""One step's work as plain data: rows, their query ranges, and how far each query position sees.
+
+One rule serves every attention family: a row has a query range, and each query position has a *visible end*: it attends
+to all positions before that end. The keys and values of the query range are written to pages first, then attended.
+"""
+
+from collections.abc import Sequence as ReadOnly
+from dataclasses import dataclass
+
+from shared.commands import Sampling
+from shared.decoding import Decoding
+from worker.models.spec import Attention
+
+
+@dataclass(frozen=True, slots=True)
+class Canvas:
+    """The part of a row that is decided this step.
+
+    `masked[i]` tells whether the i-th position from `start` is undecided; a row never has `masked` all False. Positions
+    at or behind the request's limit are masked on the canvas but not listed here: nobody waits for them.
+    """
+
+    start: int
+    """Absolute position of the block's first token."""
+    masked: tuple[bool, ...]
+    """[block length]"""
+    step: int
+    """Denoise steps already spent in this block."""
+    last: bool
+    """Fill everything now: the request's budget of forwards ends with this step."""
+    sampling: Sampling
+    decoding: Decoding
+    stop_token_ids: tuple[int, ...]
+    """Empty if the request ignores them."""
+    forbidden: tuple[int, ...] = ()
+    """Token ids that may not be produced in this step, beyond the model's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One request's share of a step: query positions [start, start + len(token_ids))."""
+
+    request_id: str
+    start: int
+    token_ids: tuple[int, ...]
+    """Input ids of the query range; the mask id where undecided."""
+    visible_end: tuple[int, ...]
+    """For each query position: it sees positions [0, visible_end)."""
+    pages: tuple[int, ...]
+    """Page numbers of positions 0.. in order; they cover every visible position."""
+    canvas: Canvas | None
+    """None: the row only writes KV (a chunk of a long prompt)."""
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    rows: tuple[Row, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Query tokens of the whole step."""
+        return sum(len(row.token_ids) for row in self.rows)
+
+
+def visible_end(attention: Attention, position: int, block_length: int, canvas_end: int) -> int:
+    """Return the first position that the query at `position` does not see."""
+    match attention:
+        case Attention.CAUSAL:
+            return position + 1
+        case Attention.BLOCK_CAUSAL:
+            return (position // block_length + 1) * block_length
+        case Attention.BIDIRECTIONAL:
+            return canvas_end
+
+
+def visible_ends(attention: Attention, start: int, end: int, block_length: int, canvas_end: int) -> tuple[int, ...]:
+    """Return `visible_end` for each position of [start, end)."""
+    return tuple(visible_end(attention, position, block_length, canvas_end) for position in range(start, end))
+
+
+def chunk_end(start: int, end: int, block_length: int, budget: int) -> int:
+    """Return how far a query range [start, end) may reach within `budget` tokens.
+
+    A cut falls on a block boundary, so that a block's keys are written by one forward (block-causal positions see the
+    whole of their block). Returns `start` if not even one block fits.
+    """
+    if end - start <= budget:
+        return end
+    return max(start, (start + budget) // block_length * block_length)
+
+
+def count_masked(masked: ReadOnly[bool]) -> int:
+    return sum(masked)
