@@ -49,7 +49,7 @@ class Limits(_Part):
     max_tokens: int = Field(default=512, ge=1, description="Exact upper bound of produced tokens.")
     min_tokens: int = Field(default=0, ge=0)
     max_nfe: int | None = Field(
-        None, ge=1, description="Cap on denoising forwards; what is left is filled in the last."
+        default=None, ge=1, description="Cap on denoising forwards; what is left is filled in the last."
     )
     max_repetition_run: int | None = Field(default=None, ge=1, description="End after this many equal tokens in a row.")
     ignore_eos: bool = False
