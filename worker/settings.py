@@ -1,0 +1,93 @@
+"""Options of a worker process."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+from pydantic_settings import CliApp, SettingsConfigDict
+
+from shared.settings import ServiceSettings, check_model_name
+from worker.bundled import BUNDLED, bundled_folder
+from worker.exits import ExitCode
+
+
+class WorkerSettings(ServiceSettings):
+    model_config = SettingsConfigDict(cli_prog_name="python -m worker", cli_show_env_vars=True)
+
+    model: str = Field(default="demo", description="Folder of a checkpoint, or the name of a bundled model.")
+    model_name: str | None = Field(
+        default=None, description="Name that requests ask for; unset: the bundled name, or the folder's own name."
+    )
+    partitions: int = Field(default=1, ge=1, le=1000, description="Partitions of the model's queue.")
+
+    device: Literal["auto", "cuda", "mps", "cpu"] = Field(default="auto", description="auto: cuda, then mps, then cpu.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto", description="auto: bfloat16 on cuda, float32 elsewhere."
+    )
+    threads: int = Field(
+        default=0, ge=0, le=1024, description="Threads of CPU arithmetic; 0: all cores but one, which serves the queue."
+    )
+
+    page_size: int | None = Field(
+        default=None, ge=1, le=4096, description="Tokens in a KV page; unset: a multiple of the block length near 32."
+    )
+    num_pages: int | None = Field(default=None, ge=1, description="KV pages; unset: from kv_cache_mb.")
+    kv_cache_mb: int | None = Field(
+        default=None, ge=1, description="MiB for the KV cache; unset: 85 % of free GPU memory, or 256 on a CPU."
+    )
+    max_rows: int = Field(default=32, ge=1, le=4096, description="Requests decoded at the same time.")
+    token_budget: int = Field(
+        default=2048, ge=1, description="Query tokens of one step, shared by prompts and denoising."
+    )
+
+    lease_ms: int = Field(
+        default=15_000, ge=400, le=600_000, description="A worker silent for so long loses its requests to another."
+    )
+    abort_poll_ms: int = Field(default=25, ge=1, le=10_000, description="Least time between looks at the abort keys.")
+    claim_poll_ms: int = Field(default=20, ge=1, le=10_000, description="Least time between claims while decoding.")
+    preview_interval_ms: int = Field(
+        default=40, ge=0, le=60_000, description="Least time between previews of one request, whatever it asks for."
+    )
+    redis_wait_s: float = Field(default=10.0, ge=0.0, le=600.0, description="Patience for Redis at start.")
+    drain_s: float = Field(
+        default=25.0, ge=0.0, le=86_400.0, description="After SIGTERM: time to finish before the rest is handed back."
+    )
+    stuck_s: float = Field(default=30.0, gt=0.0, le=3600.0, description="A step longer than this ends the process.")
+    load_s: float = Field(default=900.0, gt=0.0, le=86_400.0, description="The same for loading the model.")
+
+    metrics_host: str = Field(default="0.0.0.0", description="Address of /metrics and /health.")
+    metrics_port: int = Field(default=0, ge=0, le=65_535, description="Port of /metrics and /health; 0: none.")
+    ready_file: Path | None = Field(default=None, description="Exists while the worker takes requests.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.num_pages is not None and self.kv_cache_mb is not None:
+            raise ValueError("num_pages and kv_cache_mb exclude each other")
+        check_model_name(self.served_name)
+        return self
+
+    @property
+    def folder(self) -> Path:
+        """Where the checkpoint lies; a bundled name wins over a folder of that name beside the process."""
+        return bundled_folder(self.model) if self.model in BUNDLED else Path(self.model).expanduser()
+
+    @property
+    def served_name(self) -> str:
+        if self.model_name is not None:
+            return self.model_name
+        return self.model if self.model in BUNDLED else self.folder.resolve().name
+
+    @property
+    def beat_s(self) -> float:
+        """Seconds between heartbeats: a quarter of the lease, so that three may be lost."""
+        return self.lease_ms / 4000
+
+
+# The text of --help: argparse shows it as it stands.
+WorkerSettings.__doc__ = f"Decode requests of one model from the queue.\n\n{ExitCode.__doc__}"
+
+
+def read_settings(argv: Sequence[str]) -> WorkerSettings:
+    """Read flags, then the environment; raises pydantic's ValidationError, and SystemExit for --help or a wrong flag."""
+    return CliApp.run(WorkerSettings, cli_args=list(argv))
