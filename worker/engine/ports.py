@@ -66,6 +66,7 @@ class Load:
     free_pages: int
     total_pages: int
     steps: int
+    preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)

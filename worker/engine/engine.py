@@ -1,0 +1,155 @@
+"""One step of continuous-batched block diffusion, in order. No clock, no I/O, one thread."""
+
+from collections.abc import Callable
+from itertools import count
+
+from shared.commands import Generate
+from shared.events import Event, FailCode
+from worker.engine.ports import Arrival, Decision, Forward, Inbox, Load, Outbox, Resume, TextDecoder
+from worker.engine.scheduler import BatchLimits, CacheShape, Scheduler
+from worker.engine.sequence import Sequence
+from worker.models.spec import ModelSpec
+
+MakeText = Callable[[Generate, Resume], TextDecoder]
+
+
+class Engine:
+    """Turns commands into events, one forward a step.
+
+    `forward` runs a plan on the device; `make_text` builds the text decoder of a request (stop strings, characters
+    already published). Every arrival ends in exactly one of: a terminal event, a hand-back, a drop.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, cache: CacheShape, limits: BatchLimits, forward: Forward, make_text: MakeText
+    ) -> None:
+        self._spec = spec
+        self._scheduler = Scheduler(cache, limits)
+        self._forward = forward
+        self._make_text = make_text
+        self._order = count()
+        self._steps = 0
+        self._handing_back = False
+
+    @property
+    def idle(self) -> bool:
+        return not self._scheduler.running and not self._scheduler.waiting
+
+    def load(self) -> Load:
+        scheduler = self._scheduler
+        return Load(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            free_pages=scheduler.pool.free,
+            total_pages=scheduler.pool.num_pages,
+            steps=self._steps,
+            preemptions=scheduler.preemptions,
+        )
+
+    def step(self, inbox: Inbox) -> Outbox:
+        """Apply the inbox, run one forward over the rows that fit, and return what became certain."""
+        outbox = Outbox()
+        self._take_in(inbox, outbox)
+        if self._handing_back:
+            self._give_back_at_boundaries(outbox)
+        self._steps += 1
+        plan, sequences = self._scheduler.plan(self._steps)
+        if not plan.rows:
+            return outbox
+        decision = self._forward(plan)
+        for index, (row, sequence) in enumerate(zip(plan.rows, sequences, strict=True)):
+            if row.canvas is None:
+                sequence.written(row.end)
+            else:
+                self._decide(sequence, decision, index, outbox.events)
+        return outbox
+
+    # --- arrivals and departures
+
+    def _take_in(self, inbox: Inbox, outbox: Outbox) -> None:
+        self._handing_back = self._handing_back or inbox.hand_back
+        for request_id in inbox.drops:
+            sequence = self._scheduler.find(request_id)
+            if sequence is not None:
+                self._scheduler.remove(sequence)
+        for arrival in inbox.arrivals:
+            self._arrive(arrival, outbox.events)
+        for request_id, reason in inbox.aborts:
+            sequence = self._scheduler.find(request_id)
+            if sequence is None:
+                continue
+            self._scheduler.remove(sequence)
+            if reason == "expired":
+                outbox.events.append(sequence.failed("expired", "the request's time is over"))
+            else:
+                outbox.events.append(sequence.finished("aborted"))
+
+    def _arrive(self, arrival: Arrival, events: list[Event]) -> None:
+        request = arrival.request
+        text = self._make_text(request, arrival.resume)
+        sequence = Sequence.arrive(arrival, next(self._order), self._spec, text)
+        refusal = self._refusal(sequence)
+        if refusal is not None:
+            events.append(sequence.failed(*refusal))
+        elif sequence.published >= sequence.limit:
+            # The former owner committed the last block and died before it could say so.
+            ending = sequence.ending() or "max_tokens"
+            events.append(sequence.finished(ending))
+        else:
+            self._scheduler.add(sequence)
+
+    def _refusal(self, sequence: Sequence) -> tuple[FailCode, str, str | None] | None:
+        """Return why the request can never run, before it takes anything."""
+        spec, request = self._spec, sequence.request
+        if not all(0 <= token < spec.vocab_size for token in request.prompt):
+            return "invalid_request", f"token ids must be in [0, {spec.vocab_size})", "prompt"
+        if sequence.prompt_length >= spec.max_model_len:
+            message = f"the prompt has {sequence.prompt_length} tokens; this model takes {spec.max_model_len} in all"
+            return "too_long", message, "prompt"
+        if spec.fixed_block_length and sequence.block_length != spec.block_length:
+            return "unsupported", f"this model decodes blocks of {spec.block_length}", "block_length"
+        if not self._scheduler.can_ever_fit(sequence.block_length, sequence.limit):
+            pool, budget = self._scheduler.pool, self._scheduler.limits.token_budget
+            message = (
+                f"{sequence.limit} tokens in blocks of {sequence.block_length} do not fit this worker: "
+                f"{pool.num_pages * pool.page_size} cached tokens, {budget} tokens a step"
+            )
+            return "no_capacity", message, "max_tokens"
+        return None
+
+    def _give_back_at_boundaries(self, outbox: Outbox) -> None:
+        scheduler = self._scheduler
+        for sequence in [s for s in (*scheduler.running, *scheduler.waiting) if s.at_boundary]:
+            scheduler.remove(sequence)
+            outbox.handed_back.append(sequence.id)
+
+    # --- decisions
+
+    def _decide(self, sequence: Sequence, decision: Decision, index: int, events: list[Event]) -> None:
+        failure = decision.failed[index]
+        if failure is not None:
+            self._fail(sequence, "nan", failure, events)
+            return
+        accepted = sequence.apply(decision.accepted[index], decision.tokens[index], decision.confidence[index])
+        if accepted == 0:
+            # A strategy that accepts nothing would run for ever.
+            self._fail(sequence, "internal", "the decoding strategy made no progress", events)
+        elif sequence.complete:
+            self._commit(sequence, events)
+        elif sequence.request.preview is not None:
+            events.append(sequence.snapshot())
+
+    def _commit(self, sequence: Sequence, events: list[Event]) -> None:
+        ending = sequence.ending()
+        delta = sequence.commit(ending)
+        if delta is not None:
+            events.append(delta)
+        if ending is None:
+            sequence.enter_next_block()
+        else:
+            self._scheduler.remove(sequence)
+            events.append(sequence.finished(ending))
+
+    def _fail(self, sequence: Sequence, code: FailCode, message: str, events: list[Event]) -> None:
+        self._scheduler.remove(sequence)
+        events.append(sequence.failed(code, message))

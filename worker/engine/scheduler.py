@@ -1,0 +1,142 @@
+"""Who runs in the next step: admission, fairness, preemption. Integers and lists only."""
+
+from bisect import insort
+from dataclasses import dataclass
+
+from worker.engine.pages import PagePool
+from worker.engine.plan import Plan, Row, chunk_end
+from worker.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    page_size: int
+    """Tokens a page."""
+    num_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    max_rows: int
+    """Sequences that decode together."""
+    token_budget: int
+    """Query tokens of one step, shared by prefill chunks and denoise rows."""
+
+
+def _age(sequence: Sequence) -> int:
+    return sequence.order
+
+
+class Scheduler:
+    """Keeps the waiting and the running sequences, oldest first, and turns them into plans.
+
+    - A row joins as soon as a slot and pages for its next block are free, in order of arrival: nobody overtakes.
+    - Pages grow block by block. When they run out a row takes those of the youngest row that stands at a block boundary,
+      which then waits at the head of the queue; with none there it sits out a step. The oldest row always gets on, so
+      somebody always finishes.
+    - Denoise rows and prefill chunks share the token budget. A long prompt gets what the denoise rows leave, and at
+      least a quarter of the budget, so neither starves the other.
+    """
+
+    def __init__(self, cache: CacheShape, limits: BatchLimits) -> None:
+        self.pool = PagePool(cache.num_pages, cache.page_size)
+        self.limits = limits
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.preemptions = 0
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=_age)
+
+    def find(self, request_id: str) -> Sequence | None:
+        return next((s for s in (*self.running, *self.waiting) if s.id == request_id), None)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Let a sequence leave; its pages are free at once."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        else:
+            self.waiting.remove(sequence)
+        self.pool.give_back(sequence.pages)
+        sequence.pages = []
+
+    def can_ever_fit(self, block_length: int, limit: int) -> bool:
+        """True if a request, run to its limit, has pages when it is alone and budget beside a prefill's share."""
+        last_end = -(-limit // block_length) * block_length
+        return self.pool.pages_for(last_end) <= self.pool.num_pages and 4 * block_length <= self.limits.token_budget
+
+    def plan(self, step: int) -> tuple[Plan, list[Sequence]]:
+        """Return the next step's plan and the sequences of its rows, in the same order."""
+        self._grow()
+        self._admit()
+        pairs = self._rows()
+        for sequence, _ in pairs:
+            sequence.planned_at = step
+        return Plan(tuple(row for _, row in pairs)), [sequence for sequence, _ in pairs]
+
+    # --- pages
+
+    def _missing(self, sequence: Sequence) -> int:
+        return self.pool.pages_for(sequence.block_end) - len(sequence.pages)
+
+    def _grow(self) -> None:
+        """Give running sequences the pages of their active block, oldest first."""
+        for sequence in list(self.running):
+            if sequence not in self.running:
+                continue
+            pages = self.pool.take(self._missing(sequence))
+            while pages is None and (victim := self._younger_at_boundary(sequence)) is not None:
+                self._preempt(victim)
+                pages = self.pool.take(self._missing(sequence))
+            if pages is not None:
+                sequence.pages.extend(pages)
+
+    def _younger_at_boundary(self, sequence: Sequence) -> Sequence | None:
+        candidates = reversed(self.running[self.running.index(sequence) + 1 :])
+        return next((s for s in candidates if s.at_boundary and s.pages), None)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.pool.give_back(sequence.evict())
+        self.preemptions += 1
+        self.add(sequence)
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.running) < self.limits.max_rows:
+            sequence = self.waiting[0]
+            missing = self._missing(sequence)
+            # Every running row may need a page soon: a newcomer that would take the last ones only causes preemption.
+            if self.running and missing + len(self.running) > self.pool.free:
+                return
+            pages = self.pool.take(missing)
+            if pages is None:
+                return
+            sequence.pages.extend(pages)
+            self.waiting.pop(0)
+            insort(self.running, sequence, key=_age)
+
+    # --- tokens
+
+    def _rows(self) -> list[tuple[Sequence, Row]]:
+        budget = self.limits.token_budget
+        ready = [s for s in self.running if self._missing(s) <= 0]
+        # Longest unplanned first, so that rows which did not fit this time go first next time.
+        ready.sort(key=lambda s: (s.planned_at, s.order))
+        denoise = [s for s in ready if s.block_end - s.cached <= 2 * s.block_length]
+        prefill = [s for s in ready if s.block_end - s.cached > 2 * s.block_length]
+        reserve = budget // 4 if prefill else 0
+        wide = min((s.block_length for s in prefill), default=0)
+        left = budget - max(reserve, wide)
+        pairs: list[tuple[Sequence, Row]] = []
+        for sequence in denoise:
+            cost = sequence.block_end - sequence.cached
+            if cost <= left:
+                pairs.append((sequence, sequence.row(sequence.block_end)))
+                left -= cost
+        left += max(reserve, wide)
+        for sequence in prefill:
+            end = chunk_end(sequence.cached, sequence.block_end, sequence.block_length, left)
+            if end > sequence.cached:
+                pairs.append((sequence, sequence.row(end)))
+                left -= end - sequence.cached
+        return pairs
