@@ -22,7 +22,7 @@ class _Decoding(BaseModel):
         "left after top-k and top-p filtering (SDAR's published loop).",
     )
     filler_rules: bool = Field(
-        True,
+        default=True,
         description="A position whose best token is filler takes no turn, and a block closes without further forwards "
         "once its stop token is committed with no mask before it. Off where a reference must be matched exactly.",
     )

@@ -31,9 +31,9 @@ class Scheduler:
     """Keeps the waiting and the running sequences, oldest first, and turns them into plans.
 
     - A row joins as soon as a slot and pages for its next block are free, in order of arrival: nobody overtakes.
-    - Pages grow block by block. When they run out a row takes those of the youngest row that stands at a block boundary,
-      which then waits at the head of the queue; with none there it sits out a step. The oldest row always gets on, so
-      somebody always finishes.
+    - Pages grow block by block. When they run out a row takes those of the youngest row at a block boundary, which then
+      waits at the head of the queue; with none there it sits out a step. The oldest row always gets on, so somebody
+      always finishes.
     - Denoise rows and prefill chunks share the token budget. A long prompt gets what the denoise rows leave, and at
       least a quarter of the budget, so neither starves the other.
     """
