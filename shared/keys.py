@@ -97,10 +97,23 @@ class Keys:
     def probation(self) -> str:
         return self._name("prob")
 
+    def handed_back(self) -> str:
+        """String with the lease's TTL: some entry waits in the pending list for an owner, look there now."""
+        return self._name("back")
+
+    def rate(self) -> str:
+        """Hash with a TTL of a minute: how fast the partition ends requests."""
+        return self._name("rate")
+
 
 def card(model: str) -> str:
     """Hash without TTL: a pool scaled to zero still accepts work."""
     return f"df:{{{partition(model)}}}:card"
+
+
+def watch_channel(nonce: str) -> str:
+    """Pub/sub channel on which one process hears itself, to know that its subscription lives."""
+    return f"df:watch:{nonce}"
 
 
 MODELS = "df:models"

@@ -1,0 +1,231 @@
+"""Connections to Redis, and what its errors mean.
+
+A reply may be lost after the command has run. So the client library retries nothing; this module retries, with jitter,
+only what the caller declares idempotent (scripts keyed by id, epoch and seq, and reads).
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
+from typing import Any, Protocol, Self, assert_never, cast
+
+from redis import Redis as SyncRedis
+from redis import exceptions
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.connection import ConnectionPool as SyncConnectionPool
+from redis.retry import Retry as SyncRetry
+
+from shared.lua import Script
+
+CONNECT_TIMEOUT_S = 3.0
+REPLY_TIMEOUT_S = 8.0
+"""Blocking reads must ask for less."""
+RETRY_S = 5.0
+"""How long an idempotent call is tried again before the fleet counts as unavailable."""
+
+Argument = str | bytes | int | float
+
+
+class FleetUnavailable(Exception):
+    """Redis cannot be reached, or cannot take a command now."""
+
+
+class GroupMissing(Exception):
+    """The consumer group is gone: Redis has restarted without its data."""
+
+
+class Failure(Enum):
+    """What a Redis error means to its caller."""
+
+    CONNECTION = auto()
+    """The command may or may not have run."""
+    REFUSED = auto()
+    """READONLY, LOADING, MASTERDOWN, BUSY, ...: it has not run; a later try may."""
+    NOSCRIPT = auto()
+    OUT_OF_MEMORY = auto()
+    NOGROUP = auto()
+    OTHER = auto()
+    """A fault of the program or of the access rules."""
+
+
+def classify(error: BaseException) -> Failure:
+    """Tell what an exception of the client library means."""
+    match error:
+        case exceptions.AuthenticationError() | exceptions.AuthorizationError() | exceptions.NoPermissionError():
+            return Failure.OTHER
+        case exceptions.BusyLoadingError() | exceptions.ReadOnlyError():
+            return Failure.REFUSED
+        case exceptions.ConnectionError() | exceptions.TimeoutError() | OSError() | TimeoutError():
+            return Failure.CONNECTION
+        case exceptions.NoScriptError():
+            return Failure.NOSCRIPT
+        case exceptions.OutOfMemoryError():
+            return Failure.OUT_OF_MEMORY
+        case exceptions.ResponseError():
+            return _classify_reply(str(error))
+        case _:
+            return Failure.OTHER
+
+
+def _classify_reply(message: str) -> Failure:
+    if "NOGROUP" in message:
+        return Failure.NOGROUP
+    if message.startswith("NOSCRIPT"):
+        return Failure.NOSCRIPT
+    if message.startswith("OOM"):
+        return Failure.OUT_OF_MEMORY
+    refusals = ("READONLY", "LOADING", "MASTERDOWN", "BUSY ", "TRYAGAIN", "CLUSTERDOWN", "NOREPLICAS", "MISCONF")
+    return Failure.REFUSED if message.startswith(refusals) else Failure.OTHER
+
+
+def open_client(url: str, connections: int = 8) -> Redis:
+    """Return an async client for short calls; calls beyond `connections` wait for one to be free.
+
+    Connects at the first command. Raises ValueError for a URL that is not redis://, rediss:// or unix://.
+    """
+    pool = BlockingConnectionPool.from_url(  # pyright: ignore[reportUnknownMemberType]
+        url,
+        max_connections=connections,
+        timeout=REPLY_TIMEOUT_S,
+        retry=Retry(NoBackoff(), 0),
+        socket_timeout=REPLY_TIMEOUT_S,
+        socket_connect_timeout=CONNECT_TIMEOUT_S,
+        protocol=2,
+    )
+    return Redis.from_pool(pool)
+
+
+def open_sync_client(url: str, timeout_s: float = REPLY_TIMEOUT_S) -> SyncRedis:
+    """Return a client for one thread without an event loop."""
+    pool = SyncConnectionPool.from_url(  # pyright: ignore[reportUnknownMemberType]
+        url,
+        max_connections=2,
+        retry=SyncRetry(NoBackoff(), 0),
+        socket_timeout=timeout_s,
+        socket_connect_timeout=min(timeout_s, CONNECT_TIMEOUT_S),
+        protocol=2,
+    )
+    return SyncRedis.from_pool(pool)
+
+
+def evalsha(script: Script, keys: Sequence[str], args: Sequence[Argument]) -> tuple[Argument, ...]:
+    """Return the command that runs a script."""
+    return ("EVALSHA", script.sha, len(keys), *keys, *args)
+
+
+def jitter_s(attempt: int, longest_s: float = 1.0) -> float:
+    """Return how long to wait before try `attempt` (from 0): full jitter, doubling from 50 ms."""
+    return random.uniform(0.0, min(longest_s, 0.05 * 2**attempt))
+
+
+class _Executor(Protocol):
+    """The one method of an async client that is used; the library leaves it half typed."""
+
+    async def execute_command(self, *args: Argument) -> Any: ...
+
+
+class Link:
+    """Commands over one client, with errors in the protocol's words. Safe for concurrent tasks."""
+
+    def __init__(self, client: Redis) -> None:
+        self._client = client
+        self._executor = cast(_Executor, client)
+
+    @classmethod
+    def open(cls, url: str, connections: int = 8) -> Self:
+        return cls(open_client(url, connections))
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def command(self, *args: Argument) -> Any:
+        """Run a command once.
+
+        Raises `FleetUnavailable` (it may have run), `GroupMissing`.
+        """
+        try:
+            return await self._executor.execute_command(*args)
+        except (exceptions.RedisError, OSError) as error:
+            raise translate(error) from error
+
+    async def read(self, *args: Argument) -> Any:
+        """Run a command that may run twice; retried for `RETRY_S`."""
+        return await self._retry(lambda: self.command(*args))
+
+    async def run(self, script: Script, keys: Sequence[str], args: Sequence[Argument]) -> Any:
+        """Run a script once; raises as `command`."""
+        try:
+            return await self._executor.execute_command(*evalsha(script, keys, args))
+        except exceptions.NoScriptError:
+            # It has not run, so sending the whole script is no repeat. EVAL also caches it.
+            return await self.command("EVAL", script.source, len(keys), *keys, *args)
+        except (exceptions.RedisError, OSError) as error:
+            raise translate(error) from error
+
+    async def run_again(self, script: Script, keys: Sequence[str], args: Sequence[Argument]) -> Any:
+        """Run an idempotent script; retried for `RETRY_S`."""
+        return await self._retry(lambda: self.run(script, keys, args))
+
+    async def pipeline(self, commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
+        """Run commands in one round trip, once, in order; replies that are errors are returned as exceptions."""
+        pipe = self._client.pipeline(transaction=False)
+        for command in commands:
+            pipe.execute_command(*command)  # pyright: ignore[reportUnknownMemberType]
+        try:
+            return await pipe.execute(raise_on_error=False)
+        except (exceptions.RedisError, OSError) as error:
+            raise translate(error) from error
+
+    async def run_many(self, script: Script, calls: Sequence[tuple[Sequence[str], Sequence[Argument]]]) -> list[Any]:
+        """Run one idempotent script with several arguments, pipelined and in order; retried for `RETRY_S`."""
+        commands = [evalsha(script, keys, args) for keys, args in calls]
+
+        async def attempt() -> list[Any]:
+            replies = await self.pipeline(commands)
+            if any(classify(reply) is Failure.NOSCRIPT for reply in replies if isinstance(reply, Exception)):
+                await self.command("SCRIPT", "LOAD", script.source)
+                again = await self.pipeline(commands)
+                # What ran in the first pass ran: its answer stands.
+                pairs = zip(replies, again, strict=True)
+                replies = [new if isinstance(old, Exception) else old for old, new in pairs]
+            for reply in replies:
+                if isinstance(reply, Exception):
+                    raise translate(reply) from reply
+            return replies
+
+        return await self._retry(attempt)
+
+    async def _retry(self, attempt: Callable[[], Any]) -> Any:
+        until = time.monotonic() + RETRY_S
+        tries = 0
+        while True:
+            try:
+                return await attempt()
+            except FleetUnavailable:
+                pause = jitter_s(tries)
+                tries += 1
+                if time.monotonic() + pause > until:
+                    raise
+                await asyncio.sleep(pause)
+
+
+def translate(error: Exception) -> Exception:
+    """Return the exception to raise for an error of the client library."""
+    failure = classify(error)
+    match failure:
+        case Failure.CONNECTION:
+            return FleetUnavailable(f"Redis does not answer: {error}")
+        case Failure.REFUSED:
+            return FleetUnavailable(f"Redis refuses commands for now: {error}")
+        case Failure.OUT_OF_MEMORY:
+            return FleetUnavailable("Redis is out of memory and takes no new work")
+        case Failure.NOGROUP:
+            return GroupMissing(str(error))
+        case Failure.NOSCRIPT | Failure.OTHER:
+            return error
+        case _:
+            assert_never(failure)

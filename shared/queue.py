@@ -1,0 +1,319 @@
+"""The worker's side of the queue: claim requests, commit their blocks, end them, give them back.
+
+A claim has an epoch, and every write carries it: once a request has moved to another worker, the writes of the first
+are refused (`Outcome.FENCED`) and it drops its slot. The protocol's scripts are the only writers of request state.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Self, assert_never
+
+from redis import exceptions
+
+from shared.card import ModelCard, pack
+from shared.commands import LANES, WIRE_VERSION, Lane
+from shared.connection import Argument, FleetUnavailable, GroupMissing, Link, jitter_s
+from shared.events import Delta, Event, Failed, Finished, Snapshot, Started, decode_event, encode_event
+from shared.keys import GROUP, MODELS, Keys, partition
+from shared.keys import card as card_key
+from shared.lua import script
+
+LEASE_MS = 15_000
+MAX_ATTEMPTS = 4
+MAX_BLOCK_MS = 4_000
+"""Longest blocking read: the socket's timeout is twice that."""
+_BULK_TURN = 8
+"""One claim in so many reads the lanes backwards, so that the last one never starves."""
+_FORGET_EVERY_S = 60.0
+_FORGET_AFTER_MS = 600_000
+
+
+class Outcome(Enum):
+    """What became of a write."""
+
+    OK = 1
+    DUPLICATE = 0
+    """It was there already: a retry whose first answer was lost."""
+    FENCED = -1
+    """The request is no longer this claim's: drop it, write nothing more."""
+    GAP = -2
+    """A seq is missing before it: a fault of the writer; nothing was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A request that this worker owns from now on."""
+
+    id: str
+    epoch: int
+    attempt: int
+    """How many workers have claimed it, this one included; hand-backs do not count."""
+    payload: bytes
+    """The command envelope, see `shared.commands.decode_command`."""
+    blocks: int
+    """Committed blocks."""
+    seq: int
+    """The last durable seq."""
+    queued_ms: int
+    """Since the submit."""
+    log: list[Event] = field(default_factory=list[Event])
+    """The committed deltas so far, in order: what the next block continues."""
+
+
+class WorkerQueue:
+    """The lanes of one model, seen by one worker. For one event loop; calls may overlap, except `take` and `wait`."""
+
+    def __init__(
+        self,
+        link: Link,
+        reader: Link,
+        model: str,
+        worker_id: str,
+        lease_ms: int = LEASE_MS,
+        max_attempts: int = MAX_ATTEMPTS,
+        partitions: int = 1,
+    ) -> None:
+        self._link = link
+        self._reader = reader
+        self._model = model
+        self._worker = worker_id
+        self._lease_ms = lease_ms
+        self._max_attempts = max_attempts
+        self._partitions = [_Partition(Keys(partition(model, number))) for number in range(partitions)]
+        self._turn = 0
+        self._forget_at = time.monotonic() + random.uniform(0.5, 1.0) * _FORGET_EVERY_S
+        self._group_failures = 0
+
+    @classmethod
+    def connect(
+        cls,
+        url: str,
+        model: str,
+        worker_id: str,
+        lease_ms: int = LEASE_MS,
+        max_attempts: int = MAX_ATTEMPTS,
+        partitions: int = 1,
+    ) -> Self:
+        """Build a queue with its own connections; nothing is sent before the first call."""
+        return cls(Link.open(url), Link.open(url, connections=1), model, worker_id, lease_ms, max_attempts, partitions)
+
+    async def take(self, limit: int) -> list[Claim]:
+        """Claim up to `limit` requests without waiting, those that other workers lost first.
+
+        Raises `FleetUnavailable`; what was claimed but could not be told idles out of the lease and is claimed again.
+        """
+        if limit < 1:
+            return []
+        self._turn += 1
+        await self._forget_idle_consumers()
+        claims: list[Claim] = []
+        for offset in range(len(self._partitions)):
+            part = self._partitions[(self._turn + offset) % len(self._partitions)]
+            if len(claims) < limit:
+                claims += await self._take_from(part, limit - len(claims))
+        return claims
+
+    async def wait(self, timeout_ms: int, limit: int = 1) -> list[Claim]:
+        """Wait for new requests, for an idle worker; claim up to `limit` of those that come.
+
+        Never cancel it: what a cancelled read was given stays unseen until its lease ends. At most `MAX_BLOCK_MS`.
+        """
+        lanes = [part.keys.lane(lane) for part in self._partitions for lane in LANES]
+        block = max(1, min(timeout_ms, MAX_BLOCK_MS))
+        # COUNT 1: blocked consumers are served in turn, and a burst must not go to the first one alone.
+        command = ("XREADGROUP", "GROUP", GROUP, self._worker, "COUNT", 1, "BLOCK", block, "STREAMS", *lanes)
+        try:
+            reply: _Read | None = await self._reader.command(*command, *[">" for _ in lanes])
+        except GroupMissing:
+            await self._create_groups()
+            return []
+        entries: dict[str, list[_Entry]] = {}
+        for lane, read in reply if reply is not None else _Read():
+            for entry_id, fields in read:
+                entry = _Entry(lane.decode(), entry_id.decode(), fields[b"id"].decode(), int(fields.get(b"v", 1)))
+                entries.setdefault(entry.lane.rpartition(":q:")[0], []).append(entry)
+        claims: list[Claim] = []
+        for part in self._partitions:
+            if found := entries.get(part.keys.lane("rt").rpartition(":q:")[0]):
+                claims += await self._start(part, found, limit - len(claims))
+        return claims
+
+    async def emit(self, events: Sequence[Delta]) -> list[Outcome]:
+        """Commit blocks, one outcome each, in one round trip; idempotent, retried for a few seconds."""
+        if not events:
+            return []
+        calls: list[tuple[list[str], list[Argument]]] = []
+        for event in events:
+            keys = Keys.of(event.id)
+            names = [keys.request(event.id), keys.log(event.id), keys.channel(event.id)]
+            calls.append((names, [event.epoch, *_block(event)]))
+        replies = await self._link.run_many(script("emit"), calls)
+        return [Outcome(reply) for reply in replies]
+
+    async def preview(self, events: Sequence[Started | Snapshot]) -> None:
+        """Publish what is never stored. Lost without a word while Redis is away: previews are the first to go."""
+        if not events:
+            return
+        publishes = [("PUBLISH", Keys.of(event.id).channel(event.id), encode_event(event)) for event in events]
+        try:
+            await self._link.pipeline(publishes)
+        except FleetUnavailable:
+            return
+
+    async def finish(self, last: Delta | None, terminal: Finished | Failed) -> Outcome:
+        """Commit the last block, the terminal event and the acknowledgement together; idempotent, retried."""
+        keys, lanes = _names(terminal.id)
+        names = [keys.request(terminal.id), keys.log(terminal.id), keys.channel(terminal.id), keys.rate(), *lanes]
+        ending: list[Argument] = [terminal.seq, terminal.t, encode_event(terminal)]
+        block = [] if last is None else _block(last)
+        args = [terminal.epoch, GROUP, _state(terminal), *ending, *block]
+        return Outcome(await self._link.run_again(script("finish"), names, args))
+
+    async def hand_back(self, request_id: str, epoch: int, delay_ms: int = 0) -> Outcome:
+        """Give a request back at a block boundary: the next worker takes it at once, or after `delay_ms` (< lease)."""
+        keys, lanes = _names(request_id)
+        names = [keys.request(request_id), keys.handed_back(), *lanes]
+        args = [epoch, GROUP, self._worker, self._lease_ms, delay_ms]
+        return Outcome(await self._link.run_again(script("hand_back"), names, args))
+
+    async def find_aborted(self, request_ids: Sequence[str]) -> dict[str, str]:
+        """Return those of the requests that are to be aborted, with the reasons, in one round trip."""
+        by_part: dict[str, list[str]] = {}
+        for request_id in request_ids:
+            by_part.setdefault(Keys.of(request_id).part, []).append(request_id)
+        found: dict[str, str] = {}
+        for part, ids in by_part.items():
+            reasons: list[bytes | None] = await self._link.read(
+                "MGET", *[Keys(part).abort(request_id) for request_id in ids]
+            )
+            for request_id, reason in zip(ids, reasons, strict=True):
+                if reason is not None:
+                    found[request_id] = reason.decode(errors="replace")
+        return found
+
+    async def publish_card(self, card: ModelCard) -> None:
+        """Write the model card, unless the one there has its digest."""
+        fields: list[Argument] = [part for pair in pack(card).items() for part in pair]
+        await self._link.run_again(script("publish_card"), [card_key(card.name)], [card.digest, *fields])
+        await self._link.read("SADD", MODELS, card.name)
+
+    async def close(self) -> None:
+        """Leave the group, if nothing of this worker is pending in it, and close the connections."""
+        try:
+            for part in self._partitions:
+                lanes = [part.keys.lane(lane) for lane in LANES]
+                await self._link.run(script("forget_consumers"), lanes, [GROUP, self._worker, "", 0])
+                await self._link.command("DEL", part.keys.worker(self._worker))
+                await self._link.command("ZREM", part.keys.workers(), self._worker)
+        except FleetUnavailable:
+            pass  # Others forget an idle consumer, and the worker's hash expires.
+        finally:
+            await self._link.close()
+            await self._reader.close()
+
+    async def _take_from(self, part: "_Partition", limit: int) -> list[Claim]:
+        order: Sequence[Lane] = LANES[::-1] if self._turn % _BULK_TURN == 0 else LANES
+        reap = time.monotonic() >= part.reap_at
+        names = [*[part.keys.lane(lane) for lane in order], part.keys.dead_letters()]
+        names += [part.keys.handed_back(), part.keys.rate()]
+        limits: list[Argument] = [limit, self._lease_ms, int(reap), self._max_attempts, WIRE_VERSION]
+        cursors = [part.cursors[lane] for lane in order]
+        try:
+            claims, cursors = await self._link.run(script("take"), names, [*self._me(part), *limits, *cursors])
+        except GroupMissing:
+            await self._create_groups()
+            return []
+        part.cursors = {lane: cursor.decode() for lane, cursor in zip(order, cursors, strict=True)}
+        if reap:
+            part.reap_at = time.monotonic() + random.uniform(0.75, 1.25) * self._lease_ms / 3000
+        return [_claim(reply) for reply in claims]
+
+    async def _start(self, part: "_Partition", entries: list["_Entry"], limit: int) -> list[Claim]:
+        names = [part.keys.dead_letters(), part.keys.handed_back(), part.keys.rate(), *[e.lane for e in entries]]
+        args = [*self._me(part), limit, self._lease_ms, self._max_attempts, WIRE_VERSION]
+        args += [value for entry in entries for value in (entry.entry_id, entry.request_id, entry.version)]
+        return [_claim(reply) for reply in await self._link.run(script("start"), names, args)]
+
+    def _me(self, part: "_Partition") -> list[Argument]:
+        return [part.keys.request("").removesuffix("r:"), GROUP, self._worker]
+
+    async def _create_groups(self) -> None:
+        """Create the groups at 0: whatever is in the lanes has not been finished, so none of it is skipped."""
+        if self._group_failures:
+            await asyncio.sleep(jitter_s(self._group_failures, 5.0))
+        self._group_failures += 1
+        for part in self._partitions:
+            for lane in LANES:
+                try:
+                    await self._link.command("XGROUP", "CREATE", part.keys.lane(lane), GROUP, "0", "MKSTREAM")
+                except exceptions.ResponseError as error:
+                    if not str(error).startswith("BUSYGROUP"):
+                        raise
+        self._group_failures = 0
+
+    async def _forget_idle_consumers(self) -> None:
+        if time.monotonic() < self._forget_at:
+            return
+        self._forget_at = time.monotonic() + random.uniform(0.75, 1.25) * _FORGET_EVERY_S
+        for part in self._partitions:
+            lanes = [part.keys.lane(lane) for lane in LANES]
+            await self._link.run(script("forget_consumers"), lanes, [GROUP, "", self._worker, _FORGET_AFTER_MS])
+
+
+_Read = list[tuple[bytes, list[tuple[bytes, dict[bytes, bytes]]]]]
+"""What XREADGROUP returns: for each lane that has some, its entries."""
+
+
+class _Partition:
+    """One partition's names, and how far its pending lists have been looked through."""
+
+    def __init__(self, keys: Keys) -> None:
+        self.keys = keys
+        self.cursors: dict[Lane, str] = dict.fromkeys(LANES, "0-0")
+        self.reap_at = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    lane: str
+    entry_id: str
+    request_id: str
+    version: int
+
+
+def _claim(reply: list[Any]) -> Claim:
+    request_id, epoch, attempt, payload, blocks, seq, queued_ms, log = reply
+    events = [decode_event(event) for event in log]
+    return Claim(request_id.decode(), epoch, attempt, payload, blocks, seq, queued_ms, events)
+
+
+def _names(request_id: str) -> tuple[Keys, list[str]]:
+    keys = Keys.of(request_id)
+    return keys, [keys.lane(lane) for lane in LANES]
+
+
+def _block(event: Delta) -> list[Argument]:
+    """Return a block's arguments: seq, type, event, committed blocks, produced tokens, nfe."""
+    return [
+        event.seq, event.t, encode_event(event), event.block + 1, event.offset + len(event.token_ids), event.nfe
+    ]  # fmt: skip
+
+
+def _state(terminal: Finished | Failed) -> str:
+    match terminal:
+        case Finished(reason="aborted"):
+            return "aborted"
+        case Finished():
+            return "done"
+        case Failed(code="expired"):
+            return "expired"
+        case Failed(code="poison"):
+            return "dead"
+        case Failed():
+            return "failed"
+        case _:
+            assert_never(terminal)

@@ -1,0 +1,57 @@
+"""What a worker says about itself with every beat."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+WorkerState = Literal["loading", "ready", "draining"]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    id: str
+    """Pod or host name with a boot nonce; it is the consumer name, and never reused."""
+    model: str
+    state: WorkerState
+    slots: int = 0
+    """Requests that it can run at the same time."""
+    free: int = 0
+    """Slots without a request."""
+    steps: int = 0
+    """Denoising forwards since its start."""
+    version: str = ""
+    device: str = ""
+    beat_ms: int = 0
+    """Server time (ms since 1970) of its last beat; set by the server."""
+
+
+def pack_worker(info: WorkerInfo) -> dict[str, str | int]:
+    """Return the fields of the worker's hash, the beat's time excepted."""
+    return {
+        "id": info.id,
+        "model": info.model,
+        "state": info.state,
+        "slots": info.slots,
+        "free": info.free,
+        "steps": info.steps,
+        "version": info.version,
+        "device": info.device,
+    }
+
+
+def unpack_worker(fields: Mapping[bytes, bytes]) -> WorkerInfo | None:
+    """Parse a worker's hash; None if it has expired meanwhile or is not one."""
+    text = {key.decode(): value.decode(errors="replace") for key, value in fields.items()}
+    state = next((known for known in get_args(WorkerState) if known == text.get("state")), None)
+    if state is None or "id" not in text:
+        return None
+    numbers = {name: int(text.get(name, "0")) for name in ("slots", "free", "steps")}
+    return WorkerInfo(
+        id=text["id"],
+        model=text.get("model", ""),
+        state=state,
+        version=text.get("version", ""),
+        device=text.get("device", ""),
+        beat_ms=int(text.get("beat", "0")),
+        **numbers,
+    )

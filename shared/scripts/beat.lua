@@ -1,0 +1,33 @@
+#!lua flags=allow-oom
+-- Renew the leases of all slots of a worker, and say which it has lost. Without the epoch check a paused worker that
+-- wakes up would steal its entries back.
+-- KEYS: worker, workers, lanes rt, std, bulk, then for each request: hash, abort key
+-- ARGV: group, consumer, lease ms, number of info fields and values, those, then the epoch of each request
+-- Returns for each request: ok | fenced | expired | aborted:<reason>
+local group, consumer, lease, count = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+local lanes = { rt = KEYS[3], std = KEYS[4], bulk = KEYS[5] }
+local now = now_ms()
+redis.call('HSET', KEYS[1], 'beat', now, unpack(ARGV, 5, 4 + count))
+redis.call('PEXPIRE', KEYS[1], lease)
+redis.call('ZADD', KEYS[2], now, consumer)
+redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now - 10 * lease)
+redis.call('PEXPIRE', KEYS[2], 10 * lease)
+local answers = {}
+for i = 6, #KEYS, 2 do
+  local slot = (i - 6) / 2
+  local request = fetch(KEYS[i], 'st', 'ep', 'eid', 'lane', 'dl')
+  if request.st ~= 'running' or request.ep ~= ARGV[5 + count + slot] then
+    answers[slot + 1] = 'fenced'
+  else
+    redis.call('XCLAIM', lanes[request.lane], group, consumer, 0, request.eid, 'JUSTID')
+    local reason = redis.call('GET', KEYS[i + 1])
+    if reason then
+      answers[slot + 1] = 'aborted:' .. reason
+    elseif now > tonumber(request.dl) then
+      answers[slot + 1] = 'expired'
+    else
+      answers[slot + 1] = 'ok'
+    end
+  end
+end
+return answers

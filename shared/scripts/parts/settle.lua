@@ -1,0 +1,44 @@
+-- How fast a partition ends requests, for an honest Retry-After: `n` ends since `t`, and the rate of the last window.
+local function count_end(rate, now)
+  local window = redis.call('HMGET', rate, 't', 'n')
+  local began, ended = tonumber(window[1]), tonumber(window[2])
+  if not began then
+    redis.call('HSET', rate, 't', now, 'n', 1)
+  elseif now - began > 10000 then
+    redis.call('HSET', rate, 't', now, 'n', 1, 'r', ended * 1000 / (now - began))
+  else
+    redis.call('HINCRBY', rate, 'n', 1)
+  end
+  redis.call('PEXPIRE', rate, 60000)
+end
+
+-- The one way a request ends: terminal event, state, acknowledgement and retention together.
+-- names: request, log, channel, lane, rate. request: eid, cap, ret.
+local function settle(names, group, request, seq, epoch, state, kind, event)
+  local now = now_ms()
+  append(names.log, names.channel, seq, kind, event, epoch, request.cap)
+  redis.call('HSET', names.request, 'st', state, 'seq', seq, 'ep', epoch, 't1', now)
+  redis.call('HDEL', names.request, 'in')
+  if request.eid then
+    redis.call('XACK', names.lane, group, request.eid)
+    redis.call('XDEL', names.lane, request.eid)
+  end
+  redis.call('PEXPIRE', names.request, request.ret)
+  redis.call('PEXPIRE', names.log, request.ret)
+  count_end(names.rate, now)
+end
+
+-- Events that no worker is left to write. cjson cannot write an empty array, and none is needed here.
+local function aborted_event(id, seq, epoch, request)
+  return cjson.encode({
+    t = 'finished', id = id, seq = seq, epoch = epoch, reason = 'aborted', detail = 'aborted',
+    usage = {
+      prompt_tokens = tonumber(request.pt or 0), completion_tokens = tonumber(request.nt or 0),
+      nfe = tonumber(request.nfe or 0), blocks = tonumber(request.nb or 0),
+    },
+  })
+end
+
+local function failed_event(id, seq, epoch, code, message)
+  return cjson.encode({ t = 'failed', id = id, seq = seq, epoch = epoch, code = code, message = message })
+end

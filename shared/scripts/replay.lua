@@ -1,0 +1,18 @@
+#!lua flags=no-writes
+-- State and log of a request as of one moment.
+-- KEYS: request, log
+-- ARGV: first seq, count
+-- Returns {} if unknown, else {state, last seq, deadline passed (0 | 1), {seq, event, seq, event, ...}}
+local request = fetch(KEYS[1], 'st', 'seq', 'ep', 'dl', 'qd')
+if not request.st then return {} end
+local deadline = tonumber(request.dl)
+if request.st == 'queued' and request.ep == '0' then deadline = math.min(deadline, tonumber(request.qd)) end
+local late = not TERMINAL[request.st] and now_ms() > deadline
+local events = {}
+if tonumber(ARGV[2]) > 0 then
+  for _, entry in ipairs(redis.call('XRANGE', KEYS[2], ARGV[1] .. '-0', '+', 'COUNT', ARGV[2])) do
+    events[#events + 1] = tonumber(string.match(entry[1], '^%d+'))
+    events[#events + 1] = entry[2][4]
+  end
+end
+return { request.st, tonumber(request.seq), late and 1 or 0, events }

@@ -1,0 +1,45 @@
+#!lua
+-- Accept a request. Not allowed when memory is out: it is the only script that brings new work.
+-- KEYS: request, log, channel, abort, lane, rate, [idempotency]
+-- ARGV: id, payload, lane, queue limit, queue ms, total ms, retention ms, log cap, prompt tokens, envelope version,
+--       body hash, idempotency ms, queued event, group
+-- Returns {ok | dup | idem | conflict | busy | aborted, id, state | queue length, drain rate per s}
+local id, total, retention = ARGV[1], tonumber(ARGV[6]), tonumber(ARGV[7])
+local state = redis.call('HGET', KEYS[1], 'st')
+if state then return { 'dup', id, state } end
+if KEYS[7] then
+  local kept = redis.call('GET', KEYS[7])
+  if kept then
+    local older, body = string.match(kept, '^(%S+) (%S+)$')
+    if body ~= ARGV[11] then return { 'conflict', older } end
+    return { 'idem', older }
+  end
+end
+local now = now_ms()
+local life = total + retention
+local born_aborted = redis.call('EXISTS', KEYS[4]) == 1
+local eid = false
+if not born_aborted then
+  local length = redis.call('XLEN', KEYS[5])
+  if length >= tonumber(ARGV[4]) then
+    local window = redis.call('HMGET', KEYS[6], 't', 'n', 'r')
+    local rate = window[3] or (window[1] and tostring(window[2] * 1000 / math.max(1000, now - window[1]))) or '0'
+    return { 'busy', id, length, rate }
+  end
+  eid = redis.call('XADD', KEYS[5], '*', 'id', id, 'v', ARGV[10])
+end
+redis.call('HSET', KEYS[1], 'st', 'queued', 'lane', ARGV[3], 'ep', 0, 'att', 0, 'nb', 0, 'nt', 0, 'nfe', 0, 'seq', 1,
+  'pt', ARGV[9], 'dl', now + total, 'qd', now + tonumber(ARGV[5]), 'in', ARGV[2], 't0', now, 'cap', ARGV[8],
+  'ret', retention)
+if eid then redis.call('HSET', KEYS[1], 'eid', eid) end
+append(KEYS[2], KEYS[3], 1, 'queued', ARGV[13], 0, ARGV[8])
+redis.call('PEXPIRE', KEYS[1], life)
+redis.call('PEXPIRE', KEYS[2], life)
+if KEYS[7] then redis.call('SET', KEYS[7], id .. ' ' .. ARGV[11], 'PX', ARGV[12]) end
+if born_aborted then
+  local names = { request = KEYS[1], log = KEYS[2], channel = KEYS[3], lane = KEYS[5], rate = KEYS[6] }
+  local request = { cap = ARGV[8], ret = retention, pt = ARGV[9] }
+  settle(names, ARGV[14], request, 2, 0, 'aborted', 'finished', aborted_event(id, 2, 0, request))
+  return { 'aborted', id, 'aborted' }
+end
+return { 'ok', id, 'queued' }
