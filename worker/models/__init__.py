@@ -1,0 +1,79 @@
+"""Model families: which module serves an architecture, and how a folder becomes a model."""
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from worker.models.checkpoint import Checkpoint, ModelError, read_checkpoint
+from worker.models.layers import ForwardContext
+from worker.models.spec import ModelSpec
+
+__all__ = ["FAMILIES", "Denoiser", "LoadedModel", "ModelError", "load_model"]
+
+# Keyed by `architectures`, for `model_type` collides: LLaDA-MoE says llada, Stable-DiffCoder says llama.
+FAMILIES = {
+    "SDARForCausalLM": "worker.models.sdar",
+}
+
+
+class Denoiser(Protocol):
+    """What the runner needs of a module."""
+
+    def forward(self, token_ids: Tensor, context: ForwardContext, wanted: Tensor | None = None) -> Tensor:
+        """Write KV for token_ids [tokens]; return final hidden states [tokens, hidden], or of `wanted` rows only."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return [n, vocab] for hidden states [n, hidden]."""
+        ...
+
+
+class Family(Protocol):
+    """What a family's module offers."""
+
+    def read_spec(self, checkpoint: Checkpoint) -> ModelSpec: ...
+
+    def build(self, checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype) -> nn.Module: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    spec: ModelSpec
+    module: Denoiser
+    device: torch.device
+    dtype: torch.dtype
+
+
+def load_model(
+    folder: Path | str,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    need_tokenizer: bool = False,
+) -> LoadedModel:
+    """Load a checkpoint in the usual layout (config.json, safetensors).
+
+    Without a tokenizer.json the whole vocabulary counts as text, unless `need_tokenizer` makes its absence an error.
+    Raises `ModelError` if the folder lacks a file, its weights do not fit, or its architecture is unknown.
+    """
+    checkpoint = read_checkpoint(Path(folder), need_tokenizer=need_tokenizer)
+    family = _find_family(checkpoint)
+    device = torch.device(device)
+    spec = family.read_spec(checkpoint)
+    module = family.build(checkpoint, device=device, dtype=dtype).eval()
+    return LoadedModel(spec, cast(Denoiser, module), device, dtype)
+
+
+def _find_family(checkpoint: Checkpoint) -> Family:
+    names = checkpoint.config.get("architectures") or []
+    for name in names:
+        if name in FAMILIES:
+            return cast(Family, importlib.import_module(FAMILIES[name]))
+    raise ModelError(
+        f"{checkpoint.folder / 'config.json'}: architectures {names!r} is not a supported diffusion model; "
+        f"supported: {', '.join(sorted(FAMILIES))}"
+    )

@@ -1,0 +1,160 @@
+"""Paged attention in which every query position has a visible end: it attends to all positions before it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """Rows of equal query length, attended in one call."""
+
+    tokens: Tensor | slice
+    """[rows * query] int64 positions in the ragged batch; a slice where they are adjacent."""
+    slots: Tensor | slice
+    """[rows * context] int64 KV slots, padded with the row's last one; a slice where they are adjacent."""
+    rows: int
+    query: int
+    context: int
+    bias: Tensor | None
+    """[rows, 1, query, context], 0 where visible and -inf elsewhere; None if every query sees the whole context."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """What attention and KV writes need to know of a step; made once, shared by all layers.
+
+    A slot is `page * page_size + offset`. The first four fields are all that a fused twin needs; `groups` is how the
+    reference avoids a loop over rows.
+    """
+
+    slots: Tensor
+    """[tokens] int64: where each query position's key and value are written."""
+    row_offsets: Tensor
+    """[rows + 1] int32: first token of each row in the ragged batch."""
+    visible_end: Tensor
+    """[tokens] int32"""
+    page_table: Tensor
+    """[rows, pages of the longest row] int32, padded with 0."""
+    groups: tuple[RowGroup, ...]
+
+
+def plan_attention(
+    starts: Sequence[int],
+    visible_end: Sequence[Sequence[int]],
+    pages: Sequence[Sequence[int]],
+    page_size: int,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> AttentionPlan:
+    """Lay out one step: row r asks for positions starts[r].. and sees pages[r] up to visible_end[r][i].
+
+    The pages of a row cover every position that it writes or sees. `dtype` is that of the keys.
+    """
+    lengths = [len(ends) for ends in visible_end]
+    offsets = [0]
+    for length in lengths:
+        offsets.append(offsets[-1] + length)
+    width = max(map(len, pages))
+    table = torch.tensor([[*row, *[0] * (width - len(row))] for row in pages], dtype=torch.int64)
+    ends = torch.tensor([end for row in visible_end for end in row], dtype=torch.int64)
+    within = torch.arange(offsets[-1])
+    row_of = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    position = within + (torch.tensor(starts) - torch.tensor(offsets[:-1]))[row_of]
+    written = table[row_of, position // page_size] * page_size + position % page_size
+
+    members: dict[tuple[int, int], list[int]] = {}
+    for row, row_ends in enumerate(visible_end):
+        # Contexts of one group are padded to the longest: a power of two bounds the padding to half.
+        members.setdefault((lengths[row], max(row_ends).bit_length()), []).append(row)
+    groups = tuple(
+        _group(rows, lengths, offsets, ends, table, pages, page_size, device, dtype) for rows in members.values()
+    )
+    return AttentionPlan(
+        slots=written.to(device),
+        row_offsets=torch.tensor(offsets, dtype=torch.int32, device=device),
+        visible_end=ends.to(device, torch.int32),
+        page_table=table.to(device, torch.int32),
+        groups=groups,
+    )
+
+
+def _group(
+    rows: list[int],
+    lengths: list[int],
+    offsets: list[int],
+    ends: Tensor,
+    table: Tensor,
+    pages: Sequence[Sequence[int]],
+    page_size: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> RowGroup:
+    query = lengths[rows[0]]
+    adjacent = rows[-1] - rows[0] == len(rows) - 1 and len(set(lengths[rows[0] : rows[-1] + 1])) == 1
+    if adjacent:
+        tokens: Tensor | slice = slice(offsets[rows[0]], offsets[rows[-1] + 1])
+        seen = ends[tokens].view(len(rows), query)
+    else:
+        first = torch.tensor([offsets[row] for row in rows])
+        tokens = (first[:, None] + torch.arange(query)).view(-1)
+        seen = ends[tokens].view(len(rows), query)
+        tokens = tokens.to(device)
+    longest = seen.amax(1)
+    context = int(longest.max())
+    position = torch.arange(context)
+    hidden = position >= seen[:, :, None]
+    bias = None
+    if bool(hidden.any()):
+        bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))[:, None].to(device)
+
+    numbers = pages[rows[0]]
+    used = (context + page_size - 1) // page_size
+    if len(rows) == 1 and all(numbers[i] == numbers[0] + i for i in range(used)):
+        slots: Tensor | slice = slice(numbers[0] * page_size, numbers[0] * page_size + context)
+    else:
+        # Padding repeats the row's last visible slot: a slot behind it may hold another request's leftovers, and even
+        # with weight zero a NaN would spread.
+        reached = torch.minimum(position, longest[:, None] - 1)
+        slots = table[rows].gather(1, reached // page_size) * page_size + reached % page_size
+        slots = slots.view(-1).to(device)
+    return RowGroup(tokens, slots, len(rows), query, context, bias)
+
+
+def attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+    """Return softmax(scale * q k^T) v over the visible positions of each query.
+
+    q [tokens, heads, head_dim], k_pages and v_pages [pages, page_size, kv_heads, head_dim] of the same dtype; the
+    result has q's shape. Query head h reads KV head h // (heads / kv_heads).
+    """
+    if len(plan.groups) == 1:
+        return _attend(q, k_pages, v_pages, plan.groups[0], scale)
+    out = torch.empty_like(q)
+    for group in plan.groups:
+        out[group.tokens] = _attend(q[group.tokens], k_pages, v_pages, group, scale)
+    return out
+
+
+def _attend(q: Tensor, k_pages: Tensor, v_pages: Tensor, group: RowGroup, scale: float) -> Tensor:
+    heads, head_dim = q.shape[1:]
+    kv_heads = k_pages.shape[2]
+    result = F.scaled_dot_product_attention(
+        q.view(group.rows, group.query, heads, head_dim).transpose(1, 2),
+        _gather(k_pages, group).transpose(1, 2),
+        _gather(v_pages, group).transpose(1, 2),
+        attn_mask=group.bias,
+        scale=scale,
+        enable_gqa=heads != kv_heads,
+    )
+    return result.transpose(1, 2).reshape(q.shape)
+
+
+def _gather(pages: Tensor, group: RowGroup) -> Tensor:
+    """Return [rows, context, kv_heads, head_dim]."""
+    flat = pages.flatten(0, 1)
+    picked = flat[group.slots] if isinstance(group.slots, slice) else flat.index_select(0, group.slots)
+    return picked.view(group.rows, group.context, *flat.shape[1:])

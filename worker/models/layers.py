@@ -1,0 +1,191 @@
+"""Building blocks of decoders over `kernels`. A forward's context is an argument; nothing here is global."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import kernels
+from kernels.attention import AttentionPlan
+from kernels.rope import rope_tables
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What differs between layers of the same make."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    eps: float
+    qkv_bias: bool = False
+    out_bias: bool = False
+    head_norm: bool = False
+    """Norm each query and key head before the rotation (Qwen3)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """What a forward knows beside its hidden states."""
+
+    attention: AttentionPlan
+    positions: Tensor
+    """[tokens] int64: rotary positions."""
+    kv: tuple[tuple[Tensor, Tensor], ...]
+    """For each layer the pages of keys and of values, [pages, page_size, kv_heads, head_dim]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Cosines and sines of a forward, shared by its layers; see `kernels.rope`."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def _empty(*shape: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, device=device, dtype=dtype), requires_grad=False)
+
+
+class Linear(nn.Module):
+    """y = x W^T + b; several projections of the same input are stacked by rows."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, *, device: torch.device, dtype: torch.dtype):
+        super().__init__()
+        self.weight = _empty(outputs, inputs, device=device, dtype=dtype)
+        self.bias = _empty(outputs, device=device, dtype=dtype) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class Norm(nn.Module):
+    """Add the residual, then norm; returns both (see `kernels.rms_norm`)."""
+
+    def __init__(self, size: int, eps: float, *, device: torch.device, dtype: torch.dtype):
+        super().__init__()
+        self.weight = _empty(size, device=device, dtype=dtype)
+        self.eps = eps
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return kernels.rms_norm(x, self.weight, self.eps, residual)
+
+
+class Rotary(nn.Module):
+    """Angles of the rotary embedding over the first `width` components of each head."""
+
+    inv_freq: Tensor
+
+    def __init__(self, width: int, theta: float, *, device: torch.device, dtype: torch.dtype):
+        super().__init__()
+        self.dtype = dtype
+        exponent = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
+        self.register_buffer("inv_freq", 1.0 / theta**exponent, persistent=False)
+
+    def forward(self, positions: Tensor) -> Rotation:
+        return Rotation(*rope_tables(positions, self.inv_freq, self.dtype))
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over paged keys and values."""
+
+    def __init__(self, shape: LayerShape, layer: int, *, device: torch.device, dtype: torch.dtype):
+        super().__init__()
+        self.layer = layer
+        self.shape = shape
+        heads, kv_heads = shape.num_heads, shape.num_kv_heads
+        inner = heads * shape.head_dim
+        outputs = inner + 2 * kv_heads * shape.head_dim
+        self.qkv = Linear(shape.hidden_size, outputs, shape.qkv_bias, device=device, dtype=dtype)
+        self.out = Linear(inner, shape.hidden_size, shape.out_bias, device=device, dtype=dtype)
+        self.scale = 1.0 / math.sqrt(shape.head_dim)
+        # One row for each head, so that queries and keys are normed together.
+        self.head_norm = (
+            _empty(heads + kv_heads, shape.head_dim, device=device, dtype=dtype) if shape.head_norm else None
+        )
+
+    def forward(self, x: Tensor, rotation: Rotation, context: ForwardContext) -> Tensor:
+        heads, kv_heads = self.shape.num_heads, self.shape.num_kv_heads
+        qkv = self.qkv.forward(x).view(x.shape[0], heads + 2 * kv_heads, self.shape.head_dim)
+        qk, v = qkv.split((heads + kv_heads, kv_heads), 1)
+        qk = kernels.rope(qk, rotation.cos, rotation.sin, self.head_norm, self.shape.eps)
+        q, k = qk.split((heads, kv_heads), 1)
+        k_pages, v_pages = context.kv[self.layer]
+        kernels.kv_write(k, v, k_pages, v_pages, context.attention.slots)
+        mixed = kernels.attention(q, k_pages, v_pages, context.attention, self.scale)
+        return self.out.forward(mixed.reshape(x.shape[0], -1))
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x))"""
+
+    def __init__(self, shape: LayerShape, *, device: torch.device, dtype: torch.dtype):
+        super().__init__()
+        self.gate_up = Linear(shape.hidden_size, 2 * shape.intermediate_size, False, device=device, dtype=dtype)
+        self.down = Linear(shape.intermediate_size, shape.hidden_size, False, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down.forward(kernels.swiglu(self.gate_up.forward(x)))
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and MLP. The residual stream travels beside the output that is still to be added to it."""
+
+    def __init__(self, shape: LayerShape, layer: int, *, device: torch.device, dtype: torch.dtype):
+        super().__init__()
+        self.attention_norm = Norm(shape.hidden_size, shape.eps, device=device, dtype=dtype)
+        self.attention = Attention(shape, layer, device=device, dtype=dtype)
+        self.mlp_norm = Norm(shape.hidden_size, shape.eps, device=device, dtype=dtype)
+        self.mlp = GatedMLP(shape, device=device, dtype=dtype)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, rotation: Rotation, context: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        normed, residual = self.attention_norm.forward(x, residual)
+        attended = self.attention.forward(normed, rotation, context)
+        normed, residual = self.mlp_norm.forward(attended, residual)
+        return self.mlp.forward(normed), residual
+
+
+class Decoder(nn.Module):
+    """Embedding, layers, final norm and vocabulary head."""
+
+    def __init__(
+        self,
+        shape: LayerShape,
+        num_layers: int,
+        vocab_size: int,
+        rope_theta: float,
+        tied: bool,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ):
+        super().__init__()
+        self.embedding = _empty(vocab_size, shape.hidden_size, device=device, dtype=dtype)
+        self.rotary = Rotary(shape.head_dim, rope_theta, device=device, dtype=dtype)
+        layers = [DecoderLayer(shape, layer, device=device, dtype=dtype) for layer in range(num_layers)]
+        self.layers: Iterable[DecoderLayer] = nn.ModuleList(layers)  # pyright: ignore[reportAttributeAccessIssue]
+        self.norm = Norm(shape.hidden_size, shape.eps, device=device, dtype=dtype)
+        self.head = self.embedding if tied else _empty(vocab_size, shape.hidden_size, device=device, dtype=dtype)
+
+    def forward(self, token_ids: Tensor, context: ForwardContext, wanted: Tensor | None = None) -> Tensor:
+        """Write the keys and values of token_ids [tokens]; return hidden states [wanted or tokens, hidden]."""
+        x = F.embedding(token_ids, self.embedding)
+        rotation = self.rotary.forward(context.positions)
+        residual = None
+        for layer in self.layers:
+            x, residual = layer.forward(x, residual, rotation, context)
+        if wanted is not None:
+            x = x.index_select(0, wanted)
+            residual = residual.index_select(0, wanted) if residual is not None else None
+        return self.norm.forward(x, residual)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return [n, vocab] for the hidden states [n, hidden]."""
+        return F.linear(hidden, self.head)
