@@ -1,0 +1,119 @@
+"""Which positions of a canvas get their token now: one rule for each strategy, and what holds for all of them."""
+
+from collections.abc import Sequence as ReadOnly
+from dataclasses import fields
+from typing import TypeVar, assert_never
+
+import torch
+from torch import Tensor
+
+from shared.decoding import (
+    Decoding,
+    EntropyBounded,
+    LowConfidenceDynamic,
+    LowConfidenceStatic,
+    RandomOrder,
+    Sequential,
+    Threshold,
+)
+from worker.decoding import entropy_bounded, low_confidence, random_order, sequential, threshold
+from worker.decoding.ranking import take_best
+from worker.decoding.types import BlockView, TokenStats
+
+Record = TypeVar("Record", TokenStats, BlockView)
+
+
+def needs_entropy(decodings: ReadOnly[Decoding]) -> bool:
+    """Tell whether a strategy reads `TokenStats.entropy`."""
+    return any(isinstance(decoding, EntropyBounded) for decoding in decodings)
+
+
+def decide(
+    stats: TokenStats,
+    view: BlockView,
+    decodings: ReadOnly[Decoding],
+    last: Tensor | None = None,
+    filler_ids: Tensor | None = None,
+) -> Tensor:
+    """Return [rows, block] bool: the masked positions that are accepted now.
+
+    A row with masks accepts at least one. Rows of `last` [rows] bool accept all. Where a row's decoding has filler
+    rules, a position whose proposal is one of `filler_ids` [n] takes no turn before the others: the end of a block is
+    filler until its text is decided, and would be taken first for its high confidence.
+    """
+    masked = view.masked
+    view = _without_filler(stats, view, decodings, filler_ids)
+    accepted = _by_strategy(stats, view, decodings)
+    stuck = ~accepted.any(-1, keepdim=True)
+    accepted = accepted | (take_best(stats.confidence, view.masked) & stuck)
+    if last is not None:
+        accepted = accepted | last[:, None]
+    return accepted & masked
+
+
+def _without_filler(
+    stats: TokenStats, view: BlockView, decodings: ReadOnly[Decoding], filler_ids: Tensor | None
+) -> BlockView:
+    # Left to right has no turns to give away: its order is the text's.
+    ruled = [decoding.filler_rules and not isinstance(decoding, Sequential) for decoding in decodings]
+    if filler_ids is None or not filler_ids.numel() or not any(ruled):
+        return view
+    rows = torch.tensor(ruled, device=view.masked.device)
+    others = view.masked & ~(torch.isin(stats.token, filler_ids) & rows[:, None])
+    masked = torch.where(others.any(-1, keepdim=True), others, view.masked)
+    return BlockView(masked, view.step, view.length, view.seed, view.start)
+
+
+def _by_strategy(stats: TokenStats, view: BlockView, decodings: ReadOnly[Decoding]) -> Tensor:
+    groups: dict[type[Decoding], list[int]] = {}
+    for row, decoding in enumerate(decodings):
+        groups.setdefault(type(decoding), []).append(row)
+    if len(groups) == 1:
+        return _accept(stats, view, decodings)
+    accepted = torch.zeros_like(view.masked)
+    for rows in groups.values():
+        index = torch.tensor(rows, device=view.masked.device)
+        members = [decodings[row] for row in rows]
+        accepted[index] = _accept(_pick(stats, index), _pick(view, index), members)
+    return accepted
+
+
+def _pick(record: Record, index: Tensor) -> Record:
+    """Return the rows of `index`."""
+    return type(record)(*(getattr(record, field.name)[index] for field in fields(record)))
+
+
+def _accept(stats: TokenStats, view: BlockView, decodings: ReadOnly[Decoding]) -> Tensor:
+    """Apply one strategy; `decodings` are all of one kind."""
+    device = view.masked.device
+
+    def column(name: str, dtype: torch.dtype) -> Tensor:
+        return torch.tensor([getattr(decoding, name) for decoding in decodings], dtype=dtype, device=device)
+
+    def steps() -> Tensor:
+        # 0 stands for unset: one position a step.
+        return torch.tensor([getattr(decoding, "steps", None) or 0 for decoding in decodings], device=device)
+
+    kind = decodings[0]
+    match kind:
+        case Threshold():
+            return threshold.accept(stats, view, column("threshold", torch.float32))
+        case LowConfidenceStatic():
+            return low_confidence.accept_static(stats, view, steps())
+        case LowConfidenceDynamic():
+            leftmost = [getattr(decoding, "fallback", None) == "leftmost" for decoding in decodings]
+            return low_confidence.accept_dynamic(
+                stats,
+                view,
+                column("threshold", torch.float32),
+                steps(),
+                torch.tensor(leftmost, device=device),
+            )
+        case Sequential():
+            return sequential.accept(view, steps())
+        case RandomOrder():
+            return random_order.accept(view, steps())
+        case EntropyBounded():
+            return entropy_bounded.accept(stats, view, column("bound", torch.float32))
+        case _:
+            assert_never(kind)

@@ -1,0 +1,234 @@
+"""From a plan to a decision: the only module that runs a model, and the owner of the KV pages."""
+
+from collections.abc import Sequence as ReadOnly
+from dataclasses import dataclass, fields
+from itertools import compress
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+
+import kernels
+from kernels.attention import plan_attention
+from kernels.token_stats import Filters, Noise, Proposals
+from shared.commands import Sampling
+from worker.decoding import decide, needs_entropy
+from worker.decoding.types import BlockView, TokenStats
+from worker.engine.plan import Canvas, Plan
+from worker.engine.ports import Decision
+from worker.models import LoadedModel
+from worker.models.layers import ForwardContext
+from worker.models.spec import ModelSpec
+
+# Logits live in float32 while they are looked at; more positions than this many elements allow go one part after
+# another.
+_LOGITS_AT_ONCE = 2**25
+
+
+class Runner:
+    """Implements `worker.engine.ports.Forward` for one model on one device."""
+
+    def __init__(self, model: LoadedModel, num_pages: int, page_size: int, device: torch.device | str = "cpu") -> None:
+        spec = model.spec
+        self._module = model.module
+        self._spec = spec
+        self._dtype = model.dtype
+        self._device = torch.device(device)
+        self._page_size = page_size
+        shape = (2, spec.num_layers, num_pages, page_size, spec.num_kv_heads, spec.head_dim)
+        keys, values = torch.zeros(shape, dtype=model.dtype, device=self._device)
+        self._kv = tuple(zip(keys, values, strict=True))
+        self._barred = _barred(spec, self._device)
+        self._filler_ids = torch.tensor(spec.filler_ids, dtype=torch.int64, device=self._device)
+
+    @torch.inference_mode()
+    def __call__(self, plan: Plan) -> Decision:
+        """Write KV for every row's query range, then decide the rows with a canvas; the others get empty lists."""
+        canvases = _Canvases.of(plan, self._spec.logit_shift)
+        hidden = self._forward(plan, canvases.sources)
+        rows = len(plan.rows)
+        decision = Decision([[]] * rows, [[]] * rows, [[]] * rows, [None] * rows)
+        if canvases.members:
+            self._decide(canvases, self._propose(hidden, canvases), decision)
+        return decision
+
+    def _forward(self, plan: Plan, sources: list[int]) -> Tensor:
+        """Return the hidden states [wanted, hidden] that the proposals are read from."""
+        rows = plan.rows
+        context = ForwardContext(
+            attention=plan_attention(
+                [row.start for row in rows],
+                [row.visible_end for row in rows],
+                [row.pages for row in rows],
+                self._page_size,
+                device=self._device,
+                dtype=self._dtype,
+            ),
+            positions=self._integers([position for row in rows for position in range(row.start, row.end)]),
+            kv=self._kv,
+        )
+        token_ids = self._integers([token for row in rows for token in row.token_ids])
+        return self._module.forward(token_ids, context, self._integers(sources))
+
+    def _propose(self, hidden: Tensor, canvases: "_Canvases") -> Proposals:
+        """Return proposals for all wanted positions, in order of `canvases.places`."""
+        entropy = needs_entropy([canvas.decoding for canvas in canvases.members])
+        part = max(1, _LOGITS_AT_ONCE // self._spec.vocab_size)
+        parts = [
+            kernels.token_stats(
+                self._module.logits(hidden[start : start + part]),
+                barred=self._barred,
+                entropy=entropy,
+                **self._draws(canvases, start, start + part),
+            )
+            for start in range(0, hidden.shape[0], part)
+        ]
+        return parts[0] if len(parts) == 1 else _join(parts)
+
+    def _draws(self, canvases: "_Canvases", start: int, end: int) -> "_Draws":
+        """Return how the wanted positions [start, end) are drawn, naming only what departs from plain argmax."""
+        owners = canvases.owners[start:end]
+        samplings = [canvas.sampling for canvas in canvases.members]
+        draws: _Draws = {}
+        warmth = [sampling.temperature or 1.0 for sampling in samplings]
+        if any(value != 1.0 for value in warmth):
+            draws["temperature"] = self._floats([warmth[owner] for owner in owners])
+        if any(canvas.forbidden for canvas in canvases.members):
+            struck = [(i, token) for i, owner in enumerate(owners) for token in canvases.members[owner].forbidden]
+            rows, ids = zip(*struck, strict=True) if struck else ((), ())
+            draws["forbidden"] = (self._integers(rows), self._integers(ids))
+        cut = [i for i, owner in enumerate(owners) if _is_cut(canvases.members[owner])]
+        if cut:
+            of = [samplings[owners[i]] for i in cut]
+            draws["filters"] = Filters(
+                rows=self._integers(cut),
+                top_k=self._integers([sampling.top_k for sampling in of]),
+                top_p=self._floats([sampling.top_p for sampling in of]),
+                min_p=self._floats([sampling.min_p for sampling in of]),
+                ranks=torch.tensor(
+                    [canvases.members[owners[i]].decoding.confidence == "filtered" for i in cut], device=self._device
+                ),
+            )
+        drawn = [i for i, owner in enumerate(owners) if not _is_greedy(samplings[owner])]
+        if drawn:
+            members = [canvases.members[owners[i]] for i in drawn]
+            draws["noise"] = Noise(
+                rows=self._integers(drawn),
+                seed=self._integers([canvas.sampling.seed for canvas in members]),
+                position=self._integers([canvases.positions[start + i] for i in drawn]),
+                step=self._integers([canvas.step for canvas in members]),
+            )
+        return draws
+
+    def _decide(self, canvases: "_Canvases", proposals: Proposals, decision: Decision) -> None:
+        """Fill in the rows of `decision` that have a canvas."""
+        members = canvases.members
+        shape = (len(members), canvases.width)
+        places = self._integers(canvases.places)
+
+        def spread(values: Tensor) -> Tensor:
+            flat = values.new_zeros(shape[0] * shape[1])
+            return flat.index_copy_(0, places, values).view(shape)
+
+        view = BlockView(
+            masked=spread(torch.ones_like(proposals.finite)),
+            step=self._integers([canvas.step for canvas in members]),
+            length=self._integers([len(canvas.masked) for canvas in members]),
+            seed=self._integers([canvas.sampling.seed for canvas in members]),
+            start=self._integers([canvas.start for canvas in members]),
+        )
+        stats = TokenStats(
+            token=spread(proposals.token),
+            confidence=spread(proposals.confidence),
+            entropy=spread(proposals.entropy),
+            margin=spread(proposals.margin),
+        )
+        last = None
+        if any(canvas.last for canvas in members):
+            last = torch.tensor([canvas.last for canvas in members], device=self._device)
+        accepted = decide(stats, view, [canvas.decoding for canvas in members], last, self._filler_ids)
+        broken = (view.masked & ~spread(proposals.finite)).any(-1)
+        columns = (accepted.tolist(), stats.token.tolist(), stats.confidence.tolist(), broken.tolist())
+        for row, canvas, take, token, confidence, is_broken in zip(canvases.rows, members, *columns, strict=True):
+            length = len(canvas.masked)
+            decision.accepted[row] = [False] * length if is_broken else take[:length]
+            decision.tokens[row] = token[:length]
+            decision.confidence[row] = confidence[:length]
+            decision.failed[row] = "the model's logits are not finite" if is_broken else None
+
+    def _integers(self, values: ReadOnly[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+    def _floats(self, values: ReadOnly[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=self._device)
+
+
+class _Draws(TypedDict, total=False):
+    """Arguments of `token_stats` that a step may need."""
+
+    temperature: Tensor
+    forbidden: tuple[Tensor, Tensor]
+    filters: Filters
+    noise: Noise
+
+
+@dataclass(frozen=True, slots=True)
+class _Canvases:
+    """The canvases of a plan, and its wanted positions in order, on the host."""
+
+    rows: list[int]
+    """[canvases]: row of the plan."""
+    members: list[Canvas]
+    width: int
+    """Longest block."""
+    owners: list[int]
+    """[wanted]: canvas of each position."""
+    positions: list[int]
+    """[wanted]: absolute."""
+    places: list[int]
+    """[wanted]: index in [canvases, width], flat."""
+    sources: list[int]
+    """[wanted]: token of the ragged batch whose hidden state proposes for the position."""
+
+    @classmethod
+    def of(cls, plan: Plan, logit_shift: int) -> "_Canvases":
+        width = max((len(row.canvas.masked) for row in plan.rows if row.canvas is not None), default=0)
+        found = cls([], [], width, [], [], [], [])
+        offset = 0
+        for number, row in enumerate(plan.rows):
+            if row.canvas is not None:
+                canvas, masked = row.canvas, row.canvas.masked
+                positions = list(compress(range(canvas.start, canvas.start + len(masked)), masked))
+                first = len(found.members) * width - canvas.start
+                found.owners.extend([len(found.members)] * len(positions))
+                found.places.extend(first + position for position in positions)
+                # The first position of a window has no row before it and reads its own (Dream, Fast-dLLM v2).
+                found.sources.extend(offset + max(position - logit_shift - row.start, 0) for position in positions)
+                found.positions.extend(positions)
+                found.rows.append(number)
+                found.members.append(canvas)
+            offset += len(row.token_ids)
+        return found
+
+
+def _barred(spec: ModelSpec, device: torch.device) -> Tensor:
+    """Return [vocab] bool: the ids that are never proposed."""
+    barred = torch.zeros(spec.vocab_size, dtype=torch.bool, device=device)
+    barred[spec.text_vocab_size :] = True
+    barred[[spec.mask_token_id, *spec.never_sampled]] = True
+    return barred
+
+
+def _is_greedy(sampling: Sampling) -> bool:
+    return sampling.temperature == 0 or sampling.top_k == 1
+
+
+def _is_cut(canvas: Canvas) -> bool:
+    """Tell whether the filters matter: they never move an argmax, only draws and filtered confidences."""
+    sampling = canvas.sampling
+    cut = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+    return cut and (canvas.decoding.confidence == "filtered" or not _is_greedy(sampling))
+
+
+def _join(parts: list[Proposals]) -> Proposals:
+    return Proposals(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Proposals)))
