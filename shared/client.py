@@ -1,0 +1,537 @@
+"""Submit requests to the fleet, follow, abort and read them, from any program: all through Redis.
+
+    async with FleetClient.connect("redis://localhost:6379/0") as fleet:
+        async for event in fleet.generate("demo", "Once upon a time"):
+            print(event)
+
+`Fleet` is the same without asyncio.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from threading import Thread
+from typing import Any, Self, TypeVar, cast
+
+import orjson
+
+from shared.card import ModelCard, unpack
+from shared.commands import LANES, WIRE_VERSION, Generate, Lane, Limits, Preview, Sampling, encode_command
+from shared.connection import Argument, FleetUnavailable, Link
+from shared.decoding import Decoding
+from shared.events import Delta, Event, Failed, Finished, Queued, decode_event, encode_event
+from shared.keys import GROUP, MODELS, Keys, model_of, new_request_id, partition
+from shared.keys import card as card_key
+from shared.lua import script
+from shared.roster import WorkerInfo, unpack_worker
+from shared.settings import ServiceSettings
+from shared.subscriber import Subscriber, Unknown
+from shared.text import Tokenizer
+
+__all__ = [
+    "Fleet",
+    "FleetClient",
+    "FleetUnavailable",
+    "IdempotencyConflict",
+    "PromptTooLong",
+    "QueueFull",
+    "Result",
+    "Submitted",
+    "UnknownModel",
+    "UnknownRequest",
+]
+
+QUEUE_LIMIT = 256
+"""Queued and running requests of one lane, beyond which a submit is refused."""
+RETENTION_MS = 3_600_000
+"""How long an ended request can still be read."""
+LONGEST_LIFE_MS = 86_400_000
+"""Deadline of a request that names none: no key lives for ever."""
+IDEMPOTENCY_MS = 86_400_000
+DEFAULT_MAX_TOKENS = 512
+_CARD_FRESH_S = 2.0
+_LOG_CAP_SPARE = 64
+"""Events beyond one for each token before a runaway log is trimmed; an honest one never reaches it."""
+_ABORT_SPARE_MS = 60_000
+
+T = TypeVar("T")
+
+
+class QueueFull(Exception):
+    """The lane has as many requests as it may; try again after `retry_after_s`."""
+
+    def __init__(self, retry_after_s: int) -> None:
+        super().__init__(f"the queue is full; try again in {retry_after_s} s")
+        self.retry_after_s = retry_after_s
+
+
+class UnknownModel(Exception):
+    """No worker has ever announced this model here."""
+
+    def __init__(self, name: str, known: Sequence[str]) -> None:
+        super().__init__(f"model {name!r} is not served here; known: {', '.join(known) or 'none yet'}")
+        self.name = name
+        self.known = tuple(known)
+
+
+class UnknownRequest(Exception):
+    """No request of this id, or its retention is over."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(f"request {request_id[:120]!r} is not known, or no longer")
+        self.request_id = request_id
+
+
+class PromptTooLong(Exception):
+    """The prompt leaves no room for a token."""
+
+    def __init__(self, length: int, max_model_len: int) -> None:
+        super().__init__(f"the prompt is {length} tokens; this model takes {max_model_len} with the answer")
+        self.length = length
+        self.max_model_len = max_model_len
+
+
+class IdempotencyConflict(Exception):
+    """The idempotency key was used for another request; `request_id` is that one."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__("this idempotency key was used with another request")
+        self.request_id = request_id
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    id: str
+    """Of the request to follow: an older one, if the idempotency key names it."""
+    duplicate: bool = False
+    """It was accepted before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a request has produced so far."""
+
+    id: str
+    state: str
+    """queued | running | done | failed | aborted | expired | dead"""
+    text: str
+    token_ids: list[int]
+    end: Finished | Failed | None
+    """Its terminal event, if it has ended."""
+
+
+class FleetClient:
+    """The fleet as its users see it. For one event loop; enter it before use. Any number of concurrent calls."""
+
+    def __init__(self, link: Link, subscriber: Subscriber) -> None:
+        self._link = link
+        self._subscriber = subscriber
+        self._cards: dict[str, tuple[float, ModelCard]] = {}
+        self._tokenizers: dict[str, Tokenizer] = {}
+
+    @classmethod
+    def connect(cls, url: str, connections: int = 16) -> Self:
+        """Build a client; nothing is sent before it is entered. Raises ValueError for a bad URL."""
+        link = Link.open(url, connections)
+        return cls(link, Subscriber(url, link))
+
+    async def __aenter__(self) -> Self:
+        await self._subscriber.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._subscriber.__aexit__(*error)
+        await self._link.close()
+
+    async def ping(self) -> None:
+        """Ask Redis for a sign of life, once; raises `FleetUnavailable`."""
+        await self._link.command("PING")
+
+    async def submit(
+        self,
+        command: Generate,
+        *,
+        queue_limit: int = QUEUE_LIMIT,
+        idempotency_key: str | None = None,
+        tenant: str = "",
+        retention_ms: int = RETENTION_MS,
+    ) -> Submitted:
+        """Queue a request. Submitting the same id again changes nothing.
+
+        Raises `UnknownModel`, `QueueFull`, `IdempotencyConflict`, `FleetUnavailable` (then a retry with the same
+        command is safe), ValueError if the id is not one of the model's.
+        """
+        if model_of(command.id) != command.model:
+            raise ValueError(f"id {command.id!r} is not a request id of model {command.model!r}")
+        await self.card(command.model)
+        keys = Keys.of(command.id)
+        names = [keys.request(command.id), keys.log(command.id), keys.channel(command.id), keys.abort(command.id)]
+        names += [keys.lane(command.lane), keys.rate()]
+        if idempotency_key is not None:
+            names.append(keys.idempotency(tenant, idempotency_key))
+        total_ms = command.limits.total_ms or LONGEST_LIFE_MS
+        queue_ms = min(command.limits.queue_ms or total_ms, total_ms)
+        lifetimes: list[Argument] = [queue_limit, queue_ms, total_ms, retention_ms]
+        sizes: list[Argument] = [command.limits.max_tokens + _LOG_CAP_SPARE, len(command.prompt), WIRE_VERSION]
+        head: list[Argument] = [command.id, encode_command(command), command.lane]
+        tail: list[Argument] = [_body_hash(command), IDEMPOTENCY_MS, encode_event(Queued(command.id)), GROUP]
+        reply = await self._link.run_again(script("submit"), names, [*head, *lifetimes, *sizes, *tail])
+        status: str = reply[0].decode()
+        known_id: str = reply[1].decode()
+        match status:
+            case "busy":
+                raise QueueFull(_retry_after_s(length=reply[2], rate=float(reply[3])))
+            case "conflict":
+                raise IdempotencyConflict(known_id)
+            case _:
+                return Submitted(known_id, duplicate=status in ("dup", "idem"))
+
+    async def stream(self, request_id: str, after: int = 0, previews: bool = True) -> AsyncGenerator[Event]:
+        """Yield the events with seq > `after` up to the terminal one: no gap, no repeat, whoever runs the request.
+
+        Previews come between them, if wanted. A request that Redis has lost ends with `Failed(code="lost")`. Raises
+        `UnknownRequest`, `FleetUnavailable`.
+        """
+        _check_id(request_id)
+        async with self._subscriber.attach(request_id, after, previews) as mailbox:
+            try:
+                async for event in self._subscriber.events(mailbox):
+                    yield event
+            except Unknown:
+                raise UnknownRequest(request_id) from None
+
+    async def run(
+        self,
+        command: Generate,
+        *,
+        previews: bool = True,
+        queue_limit: int = QUEUE_LIMIT,
+        idempotency_key: str | None = None,
+        tenant: str = "",
+        retention_ms: int = RETENTION_MS,
+    ) -> AsyncGenerator[Event]:
+        """Submit and stream: subscribed before the submit, so that not even the first event waits for the log.
+
+        Raises as `submit` and `stream`. Leaving the iteration does not abort the request.
+        """
+        async with self._subscriber.attach(command.id, 0, previews, fresh=True) as mailbox:
+            submitted = await self.submit(
+                command,
+                queue_limit=queue_limit,
+                idempotency_key=idempotency_key,
+                tenant=tenant,
+                retention_ms=retention_ms,
+            )
+            if submitted.duplicate:
+                mailbox.mark_behind()
+            if submitted.id == command.id:
+                async for event in self._subscriber.events(mailbox):
+                    yield event
+                return
+        async with contextlib.aclosing(self.stream(submitted.id, previews=previews)) as events:
+            async for event in events:
+                yield event
+
+    async def generate(
+        self,
+        model: str,
+        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
+        *,
+        max_tokens: int | None = None,
+        seed: int | None = None,
+        temperature: float | None = None,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        stop: Sequence[str] = (),
+        decoding: Decoding | None = None,
+        previews: bool = False,
+        lane: Lane = "std",
+        total_ms: int | None = None,
+    ) -> AsyncGenerator[Event]:
+        """Continue a text, token ids, or chat messages (dicts with `role` and `content`), and yield its events.
+
+        Unset, `max_tokens` is what the model has room for, 512 at most; `seed` is random; `temperature` the model's
+        own. Raises as `run`, and `PromptTooLong`.
+        """
+        command = await self.command(
+            model,
+            prompt,
+            sampling=Sampling(top_p=top_p, top_k=top_k),
+            temperature=temperature,
+            seed=seed,
+            limits=Limits(stop=tuple(stop), total_ms=total_ms),
+            max_tokens=max_tokens,
+            decoding=decoding,
+            preview=Preview() if previews else None,
+            lane=lane,
+        )
+        async with contextlib.aclosing(self.run(command, previews=previews)) as events:
+            async for event in events:
+                yield event
+
+    async def command(
+        self,
+        model: str,
+        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
+        *,
+        sampling: Sampling,
+        temperature: float | None,
+        seed: int | None,
+        limits: Limits,
+        max_tokens: int | None,
+        decoding: Decoding | None,
+        preview: Preview | None,
+        lane: Lane,
+    ) -> Generate:
+        """Build the command of `generate`: tokenised, with its seed drawn and the model's defaults filled in."""
+        card = await self.card(model)
+        token_ids = await self.encode(card, prompt)
+        room = card.max_model_len - len(token_ids)
+        if room < 1:
+            raise PromptTooLong(len(token_ids), card.max_model_len)
+        chosen = {
+            "seed": secrets.randbits(63) if seed is None else seed,
+            "temperature": card.temperature if temperature is None else temperature,
+        }
+        length = min(DEFAULT_MAX_TOKENS, room) if max_tokens is None else max_tokens
+        return Generate(
+            id=new_request_id(model),
+            model=model,
+            prompt=tuple(token_ids),
+            sampling=Sampling.model_validate(sampling.model_dump() | chosen),
+            limits=Limits.model_validate(limits.model_dump() | {"max_tokens": length}),
+            decoding=decoding,
+            preview=preview,
+            lane=lane,
+        )
+
+    async def encode(self, card: ModelCard, prompt: str | Sequence[int] | Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the token ids of a text, of ids, or of chat messages."""
+        if isinstance(prompt, str):
+            return (await self.tokenizer(card)).encode(prompt)
+        if all(isinstance(part, int) for part in prompt):
+            return list(cast(Sequence[int], prompt))
+        messages = [dict(message) for message in cast(Sequence[Mapping[str, Any]], prompt)]
+        return (await self.tokenizer(card)).encode_chat(messages)
+
+    async def tokenizer(self, card: ModelCard) -> Tokenizer:
+        """Return the tokenizer of a card, built once for each digest, off the event loop."""
+        tokenizer = self._tokenizers.get(card.digest)
+        if tokenizer is None:
+            tokenizer = await asyncio.to_thread(Tokenizer.from_files, card.files)
+            self._tokenizers[card.digest] = tokenizer
+        return tokenizer
+
+    async def abort(self, request_id: str, reason: str = "aborted") -> str:
+        """Ask for the end of a request and return its state; asking again is harmless.
+
+        "aborted": it was queued and has ended; "running": its worker will end it within a few denoising steps; another
+        terminal state: it had ended; "unknown": no such request, and a later submit of the id is born aborted.
+        """
+        _check_id(request_id)
+        keys = Keys.of(request_id)
+        names = [keys.request(request_id), keys.log(request_id), keys.channel(request_id), keys.abort(request_id)]
+        names += [keys.rate(), *[keys.lane(lane) for lane in LANES]]
+        args = [request_id, GROUP, reason, LONGEST_LIFE_MS + _ABORT_SPARE_MS]
+        state: bytes = await self._link.run_again(script("abort"), names, args)
+        return state.decode()
+
+    async def result(self, request_id: str) -> Result:
+        """Return what a request has produced so far; raises `UnknownRequest`, `FleetUnavailable`."""
+        _check_id(request_id)
+        keys = Keys.of(request_id)
+        names = [keys.request(request_id), keys.log(request_id)]
+        reply = await self._link.run_again(script("replay"), names, [1, 1_000_000])
+        if not reply:
+            raise UnknownRequest(request_id)
+        events = [decode_event(payload) for payload in reply[3][1::2]]
+        deltas = [event for event in events if isinstance(event, Delta)]
+        return Result(
+            id=request_id,
+            state=reply[0].decode(),
+            text="".join(delta.text for delta in deltas),
+            token_ids=[token for delta in deltas for token in delta.token_ids],
+            end=next((event for event in events if isinstance(event, Finished | Failed)), None),
+        )
+
+    async def models(self) -> list[str]:
+        """Return the names of all models that have a card, sorted."""
+        names: set[bytes] = await self._link.read("SMEMBERS", MODELS)
+        return sorted(name.decode() for name in names)
+
+    async def card(self, name: str) -> ModelCard:
+        """Return a model's card; a changed one is seen within two seconds. Raises `UnknownModel`."""
+        checked, card = self._cards.get(name, (0.0, None))
+        if card is not None and time.monotonic() - checked < _CARD_FRESH_S:
+            return card
+        try:
+            key = card_key(name)
+        except ValueError:
+            raise UnknownModel(name, await self.models()) from None
+        if card is None or await self._link.read("HGET", key, "digest") != card.digest.encode():
+            fields: dict[bytes, bytes] = await self._link.read("HGETALL", key)
+            if not fields:
+                self._cards.pop(name, None)
+                raise UnknownModel(name, await self.models())
+            card = unpack(fields)
+        self._cards[name] = (time.monotonic(), card)
+        return card
+
+    async def workers(self, model: str) -> list[WorkerInfo]:
+        """Return the workers of a model that have beaten within their lease."""
+        keys = Keys(partition(model))
+        ids: list[bytes] = await self._link.read("ZRANGE", keys.workers(), 0, -1)
+        infos: list[WorkerInfo] = []
+        for worker_id in ids:
+            fields: dict[bytes, bytes] = await self._link.read("HGETALL", keys.worker(worker_id.decode()))
+            if info := unpack_worker(fields):
+                infos.append(info)
+        return infos
+
+    async def depth(self, model: str) -> int:
+        """Return how many requests of a model are queued or running."""
+        keys = Keys(partition(model))
+        lengths: list[int] = [await self._link.read("XLEN", keys.lane(lane)) for lane in LANES]
+        return sum(lengths)
+
+
+class Fleet:
+    """`FleetClient` for programs without asyncio: it runs the event loop in a thread of its own.
+
+        with Fleet("redis://localhost:6379/0") as fleet:
+            for event in fleet.generate("demo", "Once upon a time"):
+                print(event)
+
+    Without a URL it takes that of the environment (`DIFFLEET_REDIS_URL`). Calls may come from any thread.
+    """
+
+    def __init__(self, url: str | None = None) -> None:
+        self._url = ServiceSettings().redis_url if url is None else url
+        self._loop = asyncio.new_event_loop()
+        self._thread = Thread(target=self._loop.run_forever, name="fleet", daemon=True)
+        self._client: FleetClient | None = None
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+
+        async def enter() -> FleetClient:
+            return await FleetClient.connect(self._url).__aenter__()
+
+        try:
+            self._client = self._wait(enter())
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            if self._client is not None:
+                self._wait(self._client.__aexit__(*error))
+        finally:
+            self._stop()
+
+    def submit(self, command: Generate) -> Submitted:
+        return self._wait(self._fleet.submit(command))
+
+    def stream(self, request_id: str, after: int = 0, previews: bool = True) -> Iterator[Event]:
+        return self._iterate(lambda: self._fleet.stream(request_id, after, previews))
+
+    def run(self, command: Generate, *, previews: bool = True) -> Iterator[Event]:
+        return self._iterate(lambda: self._fleet.run(command, previews=previews))
+
+    def generate(
+        self,
+        model: str,
+        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
+        *,
+        max_tokens: int | None = None,
+        seed: int | None = None,
+        temperature: float | None = None,
+        stop: Sequence[str] = (),
+        decoding: Decoding | None = None,
+        previews: bool = False,
+    ) -> Iterator[Event]:
+        """See `FleetClient.generate`."""
+        return self._iterate(
+            lambda: self._fleet.generate(
+                model,
+                prompt,
+                max_tokens=max_tokens,
+                seed=seed,
+                temperature=temperature,
+                stop=stop,
+                decoding=decoding,
+                previews=previews,
+            )
+        )
+
+    def abort(self, request_id: str, reason: str = "aborted") -> str:
+        return self._wait(self._fleet.abort(request_id, reason))
+
+    def result(self, request_id: str) -> Result:
+        return self._wait(self._fleet.result(request_id))
+
+    def models(self) -> list[str]:
+        return self._wait(self._fleet.models())
+
+    def card(self, name: str) -> ModelCard:
+        return self._wait(self._fleet.card(name))
+
+    def workers(self, model: str) -> list[WorkerInfo]:
+        return self._wait(self._fleet.workers(model))
+
+    def depth(self, model: str) -> int:
+        return self._wait(self._fleet.depth(model))
+
+    @property
+    def _fleet(self) -> FleetClient:
+        if self._client is None:
+            raise RuntimeError("use Fleet as a context manager")
+        return self._client
+
+    def _iterate(self, build: Callable[[], AsyncGenerator[Event]]) -> Iterator[Event]:
+        events = build()
+        try:
+            while True:
+                try:
+                    yield self._wait(anext(events))
+                except StopAsyncIteration:
+                    return
+        finally:
+            self._wait(events.aclose())
+
+    def _wait(self, call: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(call, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+def _check_id(request_id: str) -> None:
+    try:
+        model_of(request_id)
+    except ValueError:
+        raise UnknownRequest(request_id) from None
+
+
+def _body_hash(command: Generate) -> str:
+    """Return a hash of what was asked for, without the names it was asked under."""
+    body = command.model_dump(mode="json", exclude={"id", "trace"})
+    return hashlib.sha256(orjson.dumps(body, option=orjson.OPT_SORT_KEYS)).hexdigest()
+
+
+def _retry_after_s(length: int, rate: float) -> int:
+    """Return whole seconds until the lane is drained at `rate` (requests/s): 1 to 120, and 5 if the rate is unknown."""
+    return 5 if rate <= 0 else max(1, min(120, round(length / rate)))

@@ -1,0 +1,149 @@
+"""One subscribed connection to Redis, as a plain asyncio protocol over the hiredis parser.
+
+It knows channels and bytes only. Compared with the client library's pub/sub it costs a fraction of the time for each
+message, and a lost connection is reported, never hidden behind a silent second subscription.
+"""
+
+import asyncio
+import ssl
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import hiredis
+from redis.asyncio.connection import SSLConnection, UnixDomainSocketConnection, parse_url
+
+from shared.connection import CONNECT_TIMEOUT_S, FleetUnavailable
+
+_CHANNELS_A_COMMAND = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where to connect and as whom: the parts of a URL that matter to a subscriber."""
+
+    host: str
+    port: int
+    path: str | None
+    """Unix socket; host and port are then unused."""
+    tls: ssl.SSLContext | None
+    credentials: tuple[str, ...]
+    """Arguments of AUTH: nothing, a password, or a user and a password."""
+
+    @classmethod
+    def from_url(cls, url: str) -> Self:
+        """Parse redis://, rediss:// or unix://; raises ValueError for others."""
+        options: dict[str, Any] = dict(parse_url(url))
+        kind = options.get("connection_class")
+        user, password = options.get("username"), options.get("password")
+        return cls(
+            host=options.get("host", "localhost"),
+            port=options.get("port", 6379),
+            path=options.get("path", "") if kind is UnixDomainSocketConnection else None,
+            tls=_tls(options) if kind is SSLConnection else None,
+            credentials=tuple(part for part in (user, password) if part is not None),
+        )
+
+
+class PubSubConnection(asyncio.Protocol):
+    """Subscribe to channels; `on_message(channel, payload)` and `on_subscribed(channel)` run inside the reader.
+
+    They must not block and not raise. `lost` is set once the connection is gone, for whatever reason.
+    """
+
+    def __init__(
+        self,
+        on_message: Callable[[bytes, bytes], None],
+        on_subscribed: Callable[[bytes], None],
+        credentials: tuple[str, ...],
+    ) -> None:
+        self._on_message = on_message
+        self._on_subscribed = on_subscribed
+        self._credentials = credentials
+        self._reader = hiredis.Reader()
+        self._transport: asyncio.Transport | None = None
+        self.lost = asyncio.Event()
+        self.refusal: str | None = None
+        """The error with which the server refused this connection."""
+
+    @classmethod
+    async def open(
+        cls, endpoint: Endpoint, on_message: Callable[[bytes, bytes], None], on_subscribed: Callable[[bytes], None]
+    ) -> Self:
+        """Connect and authenticate; raises `FleetUnavailable`."""
+        loop = asyncio.get_running_loop()
+
+        def build() -> Self:
+            return cls(on_message, on_subscribed, endpoint.credentials)
+
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                if endpoint.path is not None:
+                    _, connection = await loop.create_unix_connection(build, endpoint.path)
+                else:
+                    _, connection = await loop.create_connection(build, endpoint.host, endpoint.port, ssl=endpoint.tls)
+        except (OSError, TimeoutError) as error:
+            raise FleetUnavailable(f"Redis cannot be reached: {error}") from error
+        return connection
+
+    def subscribe(self, channels: Sequence[bytes]) -> None:
+        """Send the subscriptions; each is confirmed by `on_subscribed`."""
+        for start in range(0, len(channels), _CHANNELS_A_COMMAND):
+            self._send(b"SUBSCRIBE", *channels[start : start + _CHANNELS_A_COMMAND])
+
+    def unsubscribe(self, channel: bytes) -> None:
+        self._send(b"UNSUBSCRIBE", channel)
+
+    def abort(self) -> None:
+        """Drop the connection at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        if self._credentials:
+            self._send(b"AUTH", *[part.encode() for part in self._credentials])
+
+    def data_received(self, data: bytes) -> None:
+        self._reader.feed(data)
+        try:
+            while (reply := self._reader.gets()) is not False:
+                self._receive(reply)
+        except hiredis.ProtocolError as error:
+            self.refusal = str(error)
+            self.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost.set()
+
+    def _receive(self, reply: Any) -> None:
+        match reply:
+            case [b"message", bytes() as channel, bytes() as payload]:
+                self._on_message(channel, payload)
+            case [b"subscribe", bytes() as channel, _]:
+                self._on_subscribed(channel)
+            case hiredis.ReplyError():
+                # Wrong credentials, a channel that the access rules forbid, a server that is loading.
+                self.refusal = str(reply)
+                self.abort()
+            case _:
+                pass  # OK of AUTH, confirmation of UNSUBSCRIBE
+
+    def _send(self, *words: bytes) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            head = b"*%d\r\n" % len(words)
+            self._transport.write(head + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words))
+
+
+def _tls(options: dict[str, Any]) -> ssl.SSLContext:
+    """Return the TLS context that the client library would make of the URL's `ssl_` options."""
+    context = ssl.create_default_context(cafile=options.get("ssl_ca_certs"), capath=options.get("ssl_ca_path"))
+    if options.get("ssl_check_hostname") in (False, "False", "false", "0", "no"):
+        context.check_hostname = False
+    if options.get("ssl_cert_reqs") in ("none", "CERT_NONE"):
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    if "ssl_certfile" in options:
+        context.load_cert_chain(options["ssl_certfile"], options.get("ssl_keyfile"), options.get("ssl_password"))
+    return context
