@@ -44,7 +44,7 @@ class WorkerSettings(ServiceSettings):
     lease_ms: int = Field(
         default=15_000, ge=400, le=600_000, description="A worker silent for so long loses its requests to another."
     )
-    abort_poll_ms: int = Field(default=25, ge=1, le=10_000, description="Least time between looks at the abort keys.")
+    abort_poll_ms: int = Field(default=25, ge=1, le=10_000, description="Time between looks at the abort keys.")
     claim_poll_ms: int = Field(default=20, ge=1, le=10_000, description="Least time between claims while decoding.")
     preview_interval_ms: int = Field(
         default=40, ge=0, le=60_000, description="Least time between previews of one request, whatever it asks for."
@@ -89,5 +89,5 @@ WorkerSettings.__doc__ = f"Decode requests of one model from the queue.\n\n{Exit
 
 
 def read_settings(argv: Sequence[str]) -> WorkerSettings:
-    """Read flags, then the environment; raises pydantic's ValidationError, and SystemExit for --help or a wrong flag."""
+    """Read flags, then the environment; raises pydantic's ValidationError, SystemExit for --help or a wrong flag."""
     return CliApp.run(WorkerSettings, cli_args=list(argv))

@@ -1,0 +1,197 @@
+"""Compose a worker from its settings and run it: `python -m worker`."""
+
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from types import FrameType
+from typing import NoReturn
+from urllib.parse import urlsplit
+
+from pydantic import ValidationError
+from pydantic_settings import SettingsError
+from redis.exceptions import RedisError
+
+from shared.connection import open_sync_client
+from shared.heart import Heart
+from shared.queue import WorkerQueue
+from shared.roster import WorkerInfo, WorkerState
+from shared.telemetry import configure_logging
+from worker.bridge import Bridge, BridgeError, Pace
+from worker.exits import ExitCode
+from worker.heartbeat import Heartbeat
+from worker.mailbox import Mailbox
+from worker.metrics import Metrics
+from worker.pulse import Pulse
+from worker.readiness import Probe, Readiness
+from worker.service import Service
+from worker.settings import WorkerSettings, read_settings
+
+log = logging.getLogger("worker")
+
+_ANNOUNCE_S = 30.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a worker to its end; returns an `ExitCode`."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _leave)  # until there is something to drain
+    try:
+        settings = read_settings(sys.argv[1:] if argv is None else argv)
+    except ValidationError as error:
+        for fault in error.errors(include_input=False, include_url=False):
+            field = ".".join(str(part) for part in fault["loc"])
+            _complain(f"{field}: {fault['msg']}" if field else fault["msg"])
+        return ExitCode.BAD_SETTINGS
+    except SettingsError as error:
+        _complain(str(error))
+        return ExitCode.BAD_SETTINGS
+    configure_logging(settings.log_level, settings.log_format)
+    try:
+        _await_redis(settings)
+    except ValueError as error:
+        _complain(f"redis_url: {error}")
+        return ExitCode.BAD_SETTINGS
+    except (RedisError, OSError) as error:
+        _complain(f"redis_url: no answer from {_without_password(settings.redis_url)}: {error}")
+        return ExitCode.REDIS_UNREACHABLE
+    return _serve(settings)
+
+
+def _serve(settings: WorkerSettings) -> ExitCode:
+    # Here, because it brings torch: help and complaints about settings need not wait for it.
+    from worker.assembly import assemble
+    from worker.device import DeviceError
+    from worker.models import ModelError
+
+    name = settings.served_name
+    worker_id = f"{socket.gethostname()}-{secrets.token_hex(4)}"
+    metrics = Metrics(name)
+    readiness = Readiness(settings.ready_file)
+    pulse = Pulse(settings.stuck_s)
+    heart = Heart.connect(settings.redis_url, worker_id, name, settings.lease_ms, settings.partitions)
+
+    def give_up() -> NoReturn:
+        readiness.withdraw()
+        logging.shutdown()
+        os._exit(ExitCode.STUCK)
+
+    def info(state: WorkerState) -> WorkerInfo:
+        return WorkerInfo(worker_id, name, state, slots=settings.max_rows)
+
+    probe = None
+    if settings.metrics_port:
+        try:
+            probe = Probe(settings.metrics_host, settings.metrics_port, lambda: readiness.ready, metrics.render)
+        except OSError as error:
+            _complain(f"metrics_port: {settings.metrics_host}:{settings.metrics_port}: {error}")
+            return ExitCode.BAD_SETTINGS
+        probe.start()
+
+    began = time.perf_counter()
+    loading = Heartbeat(
+        heart, pulse, settings.beat_s, dict, lambda held, verdicts: None, lambda: info("loading"), give_up
+    )
+    loading.start()
+    try:
+        with pulse.declare(settings.load_s):
+            assembly = assemble(settings)
+    except ModelError as error:
+        _complain(f"model: {error}")
+        return ExitCode.BAD_MODEL
+    except DeviceError as error:
+        _complain(str(error))
+        return ExitCode.BAD_SETTINGS
+    finally:
+        loading.stop()
+    placement, load = assembly.placement, assembly.engine.load()
+    log.info(
+        "model loaded: %s (%s) on %s, %s, %d threads, %d KV pages, in %.1f s",
+        name, assembly.spec.family, placement.device, placement.dtype, placement.threads, load.total_pages,
+        time.perf_counter() - began,
+    )  # fmt: skip
+
+    mailbox = Mailbox()
+    bridge = Bridge(
+        lambda: WorkerQueue.connect(
+            settings.redis_url, name, worker_id, settings.lease_ms, partitions=settings.partitions
+        ),
+        assembly.card,
+        mailbox,
+        Pace(
+            slots=settings.max_rows,
+            claim_poll_s=settings.claim_poll_ms / 1000,
+            abort_poll_s=settings.abort_poll_ms / 1000,
+            preview_s=settings.preview_interval_ms / 1000,
+        ),
+        worker_id,
+        metrics,
+    )
+    service = Service(assembly.engine, bridge, mailbox, pulse, readiness, metrics, settings.drain_s)
+
+    def announce() -> WorkerInfo:
+        return WorkerInfo(
+            worker_id,
+            name,
+            service.state,
+            slots=settings.max_rows,
+            free=max(0, settings.max_rows - len(bridge.held())),
+            steps=assembly.engine.load().steps,
+            device=str(placement.device),
+        )
+
+    heartbeat = Heartbeat(heart, pulse, settings.beat_s, bridge.held, bridge.judge, announce, give_up)
+    try:
+        bridge.start(_ANNOUNCE_S)
+    except BridgeError as error:
+        _complain(f"redis_url: {error}: {error.__cause__}")
+        return ExitCode.REDIS_UNREACHABLE
+    heartbeat.start()
+    service.listen_to_signals()
+    log.info("worker ready: %s", worker_id)
+    code = service.run()
+    heartbeat.stop()
+    heart.close()
+    if probe is not None:
+        probe.stop()
+    log.info("worker ended: %s", code.name)
+    return code
+
+
+def _await_redis(settings: WorkerSettings) -> None:
+    """Return once Redis answers; raises what its client raises when patience has run out."""
+    client = open_sync_client(settings.redis_url, timeout_s=3.0)
+    deadline = time.monotonic() + settings.redis_wait_s
+    try:
+        while True:
+            try:
+                client.ping()
+                return
+            except (RedisError, OSError) as error:
+                if time.monotonic() >= deadline:
+                    raise
+                log.warning("waiting for Redis: %s", error)
+                time.sleep(0.5)
+    finally:
+        client.close()
+
+
+def _without_password(url: str) -> str:
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(ExitCode.CLEAN)
+
+
+def _complain(message: str) -> None:
+    print(f"worker: {message}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""From settings to an engine on a device: what the service and the in-process loop have in common."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from shared.card import CARD_FILES, ModelCard
+from shared.commands import Generate
+from shared.text import InvalidTokenizer, TextStream, Tokenizer
+from worker.device import Placement, free_memory, place
+from worker.engine.engine import Engine
+from worker.engine.ports import Resume
+from worker.engine.scheduler import BatchLimits, CacheShape
+from worker.models import ModelError, load_model
+from worker.models.spec import ModelSpec
+from worker.runner import Runner
+from worker.settings import WorkerSettings
+
+_MIB = 2**20
+_CPU_CACHE_MIB = 256
+_GPU_CACHE_SHARE = 0.85
+_PAGE_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    engine: Engine
+    spec: ModelSpec
+    tokenizer: Tokenizer
+    card: ModelCard
+    placement: Placement
+
+
+def assemble(settings: WorkerSettings) -> Assembly:
+    """Load the model and build its engine; raises `ModelError`, `DeviceError`."""
+    placement = place(settings.device, settings.dtype, settings.threads)
+    torch.set_num_threads(placement.threads)
+    model = load_model(settings.folder, device=placement.device, dtype=placement.dtype, need_tokenizer=True)
+    try:
+        tokenizer = Tokenizer.from_folder(settings.folder)
+    except InvalidTokenizer as error:
+        raise ModelError(f"{settings.folder}: {error}") from error
+    cache = cache_shape(settings, model.spec, placement)
+    # A longer request could never run here, so nobody should be told that it may.
+    capacity = cache.page_size * cache.num_pages
+    spec = replace(model.spec, max_model_len=min(model.spec.max_model_len, capacity))
+    runner = Runner(model, cache.num_pages, cache.page_size, placement.device)
+    limits = BatchLimits(settings.max_rows, settings.token_budget)
+
+    def make_text(request: Generate, resume: Resume) -> TextStream:
+        return TextStream(tokenizer, request.limits.stop, resume.text_length)
+
+    engine = Engine(spec, cache, limits, runner, make_text)
+    return Assembly(engine, spec, tokenizer, card_of(settings.served_name, settings.folder, spec, tokenizer), placement)
+
+
+def cache_shape(settings: WorkerSettings, spec: ModelSpec, placement: Placement) -> CacheShape:
+    """Return the pages of the KV cache: as many as asked for, or as the memory holds, and never more than all rows
+    could fill."""
+    page_size = settings.page_size or spec.block_length * max(1, _PAGE_TOKENS // spec.block_length)
+    useful = settings.max_rows * -(-spec.max_model_len // page_size)
+    if settings.num_pages is not None:
+        return CacheShape(page_size, min(settings.num_pages, useful))
+    free = free_memory(placement.device)
+    if settings.kv_cache_mb is not None:
+        memory = settings.kv_cache_mb * _MIB
+    elif free is not None:
+        memory = int(free * _GPU_CACHE_SHARE)
+    else:
+        memory = _CPU_CACHE_MIB * _MIB
+    token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * placement.dtype.itemsize
+    num_pages = min(memory // (token_bytes * page_size), useful)
+    if num_pages < 1:
+        raise ModelError(f"kv_cache_mb: {memory / _MIB:.1f} MiB do not hold one page of {page_size} tokens")
+    return CacheShape(page_size, num_pages)
+
+
+def card_of(name: str, folder: Path, spec: ModelSpec, tokenizer: Tokenizer) -> ModelCard:
+    """Return what fronts must know of the model."""
+    return ModelCard(
+        name=name,
+        family=spec.family,
+        max_model_len=spec.max_model_len,
+        block_length=spec.block_length,
+        fixed_block_length=spec.fixed_block_length,
+        decoding=spec.decoding.model_dump(mode="json"),
+        temperature=spec.temperature,
+        capabilities=("generate", "chat") if tokenizer.has_template else ("generate",),
+        stop_token_ids=spec.stop_token_ids,
+        mask_token_id=spec.mask_token_id,
+        vocab_size=spec.vocab_size,
+        files={name: (folder / name).read_bytes() for name in CARD_FILES if (folder / name).is_file()},
+    )

@@ -1,0 +1,126 @@
+"""What the worker counts, for Prometheus."""
+
+from collections.abc import Iterable, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from shared.events import Delta, Event, Failed, Finished, Snapshot
+from worker.engine.ports import Load, Outbox
+
+_STEP_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.4, 0.8, 1.6, 5.0, 30.0)
+_REQUEST_NFE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
+
+
+class Metrics:
+    """Counters with their own registry, so that several workers may live in one process.
+
+    Each method may be called from any thread.
+    """
+
+    def __init__(self, model: str) -> None:
+        self.registry = CollectorRegistry()
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(f"diffleet_{name}", text, ("model",), registry=self.registry).labels(model)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"diffleet_{name}", text, ("model",), registry=self.registry).labels(model)
+
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            named = Histogram(f"diffleet_{name}", text, ("model",), registry=self.registry, buckets=buckets)
+            return named.labels(model)
+
+        self._model = model
+        self._tokens = counter("generated_tokens", "Committed tokens.")
+        self._blocks = counter("committed_blocks", "Committed blocks.")
+        self._forwards = counter("forwards", "Forwards of the model, whatever their number of rows.")
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests.")
+        self._nfe = counter("request_forwards", "Denoising forwards (NFE) of finished requests, summed over requests.")
+        self._finished_tokens = counter("finished_tokens", "Tokens of finished requests.")
+        self._claims = counter("claims", "Requests claimed.")
+        self._reclaims = counter("reclaims", "Claims of requests that another claim had begun.")
+        self._fenced = counter("fenced", "Requests lost to another worker.")
+        self._handed_back = counter("handed_back", "Requests handed back.")
+        self._outages = counter("redis_errors", "Calls to Redis that failed and were tried again.")
+        self._previews_dropped = counter("previews_dropped", "Snapshots that were not published.")
+        self._terminal = Counter(
+            "diffleet_requests", "Requests by the way they ended.", ("model", "outcome"), registry=self.registry
+        )
+        self._step_seconds = histogram("step_seconds", "Duration of one engine step.", _STEP_BUCKETS)
+        self._request_nfe = histogram("request_nfe", "Denoising forwards of one request.", _REQUEST_NFE_BUCKETS)
+        self._rows = gauge("rows_running", "Requests being decoded.")
+        self._waiting = gauge("rows_waiting", "Claimed requests that wait for a row or for pages.")
+        self._pages_free = gauge("kv_pages_free", "Free KV pages.")
+        self._pages = gauge("kv_pages", "KV pages.")
+        self._preemptions = gauge("preemptions", "Times that a row gave its pages to an older one.")
+        self._tokens_per_forward = gauge(
+            "tokens_per_forward", "Tokens of finished requests over their denoising forwards, since the start."
+        )
+        self._finished_total = 0
+        self._nfe_total = 0
+
+    def count_step(self, outbox: Outbox, load: Load, seconds: float) -> None:
+        """Account for one step that ran `seconds`."""
+        self._forwards.inc()
+        self._step_seconds.observe(seconds)
+        self._count_events(outbox.events)
+        self.show(load)
+
+    def show(self, load: Load) -> None:
+        self._rows.set(load.running)
+        self._waiting.set(load.waiting)
+        self._pages_free.set(load.free_pages)
+        self._pages.set(load.total_pages)
+        self._preemptions.set(load.preemptions)
+
+    def count_claim(self, again: bool) -> None:
+        self._claims.inc()
+        if again:
+            self._reclaims.inc()
+
+    def count_fenced(self) -> None:
+        self._fenced.inc()
+
+    def count_hand_back(self) -> None:
+        self._handed_back.inc()
+
+    def count_outage(self) -> None:
+        self._outages.inc()
+
+    def count_dropped_preview(self) -> None:
+        self._previews_dropped.inc()
+
+    def count_refused(self, code: str) -> None:
+        """Account for a request that ended before it reached the engine."""
+        self._terminal.labels(self._model, code).inc()
+
+    def render(self) -> bytes:
+        """Return the text format."""
+        return generate_latest(self.registry)
+
+    def _count_events(self, events: Iterable[Event]) -> None:
+        for event in events:
+            match event:
+                case Delta():
+                    self._tokens.inc(len(event.token_ids))
+                    self._blocks.inc()
+                case Finished():
+                    self._terminal.labels(self._model, event.detail).inc()
+                    self._account(event)
+                case Failed():
+                    self._terminal.labels(self._model, event.code).inc()
+                case Snapshot():
+                    pass
+                case _:
+                    raise AssertionError(f"the engine does not make {event.t} events")
+
+    def _account(self, event: Finished) -> None:
+        usage = event.usage
+        self._prompt_tokens.inc(usage.prompt_tokens)
+        self._finished_tokens.inc(usage.completion_tokens)
+        self._nfe.inc(usage.nfe)
+        self._request_nfe.observe(usage.nfe)
+        self._finished_total += usage.completion_tokens
+        self._nfe_total += usage.nfe
+        if self._nfe_total:
+            self._tokens_per_forward.set(self._finished_total / self._nfe_total)
