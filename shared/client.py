@@ -155,12 +155,12 @@ class FleetClient:
         self,
         command: Generate,
         *,
-        queue_limit: int = QUEUE_LIMIT,
+        queue_limit: int | None = None,
         idempotency_key: str | None = None,
         tenant: str = "",
         retention_ms: int = RETENTION_MS,
     ) -> Submitted:
-        """Queue a request. Submitting the same id again changes nothing.
+        """Queue a request. Submitting the same id again changes nothing. Unset, `queue_limit` is `QUEUE_LIMIT`.
 
         Raises `UnknownModel`, `QueueFull`, `IdempotencyConflict`, `FleetUnavailable` (then a retry with the same
         command is safe), ValueError if the id is not one of the model's.
@@ -175,7 +175,12 @@ class FleetClient:
             names.append(keys.idempotency(tenant, idempotency_key))
         total_ms = command.limits.total_ms or LONGEST_LIFE_MS
         queue_ms = min(command.limits.queue_ms or total_ms, total_ms)
-        lifetimes: list[Argument] = [queue_limit, queue_ms, total_ms, retention_ms]
+        lifetimes: list[Argument] = [
+            QUEUE_LIMIT if queue_limit is None else queue_limit,
+            queue_ms,
+            total_ms,
+            retention_ms,
+        ]
         sizes: list[Argument] = [command.limits.max_tokens + _LOG_CAP_SPARE, len(command.prompt), WIRE_VERSION]
         head: list[Argument] = [command.id, encode_command(command), command.lane]
         tail: list[Argument] = [_body_hash(command), IDEMPOTENCY_MS, encode_event(Queued(command.id)), GROUP]
@@ -209,7 +214,7 @@ class FleetClient:
         command: Generate,
         *,
         previews: bool = True,
-        queue_limit: int = QUEUE_LIMIT,
+        queue_limit: int | None = None,
         idempotency_key: str | None = None,
         tenant: str = "",
         retention_ms: int = RETENTION_MS,

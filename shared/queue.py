@@ -150,7 +150,7 @@ class WorkerQueue:
         for event in events:
             keys = Keys.of(event.id)
             names = [keys.request(event.id), keys.log(event.id), keys.channel(event.id)]
-            calls.append((names, [event.epoch, *_block(event)]))
+            calls.append((names, [event.epoch, self._worker, *_block(event)]))
         replies = await self._link.run_many(script("emit"), calls)
         return [Outcome(reply) for reply in replies]
 
@@ -170,7 +170,7 @@ class WorkerQueue:
         names = [keys.request(terminal.id), keys.log(terminal.id), keys.channel(terminal.id), keys.rate(), *lanes]
         ending: list[Argument] = [terminal.seq, terminal.t, encode_event(terminal)]
         block = [] if last is None else _block(last)
-        args = [terminal.epoch, GROUP, _state(terminal), *ending, *block]
+        args = [terminal.epoch, self._worker, GROUP, _state(terminal), *ending, *block]
         return Outcome(await self._link.run_again(script("finish"), names, args))
 
     async def hand_back(self, request_id: str, epoch: int, delay_ms: int = 0) -> Outcome:
@@ -298,9 +298,8 @@ def _names(request_id: str) -> tuple[Keys, list[str]]:
 
 def _block(event: Delta) -> list[Argument]:
     """Return a block's arguments: seq, type, event, committed blocks, produced tokens, nfe."""
-    return [
-        event.seq, event.t, encode_event(event), event.block + 1, event.offset + len(event.token_ids), event.nfe
-    ]  # fmt: skip
+    produced = event.offset + len(event.token_ids)
+    return [event.seq, event.t, encode_event(event), event.block + 1, produced, event.nfe]
 
 
 def _state(terminal: Finished | Failed) -> str:

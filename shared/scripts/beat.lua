@@ -15,8 +15,8 @@ redis.call('PEXPIRE', KEYS[2], 10 * lease)
 local answers = {}
 for i = 6, #KEYS, 2 do
   local slot = (i - 6) / 2
-  local request = fetch(KEYS[i], 'st', 'ep', 'eid', 'lane', 'dl')
-  if request.st ~= 'running' or request.ep ~= ARGV[5 + count + slot] then
+  local request = fetch(KEYS[i], 'st', 'ep', 'own', 'eid', 'lane', 'dl')
+  if not owned(request, ARGV[5 + count + slot], consumer) then
     answers[slot + 1] = 'fenced'
   else
     redis.call('XCLAIM', lanes[request.lane], group, consumer, 0, request.eid, 'JUSTID')

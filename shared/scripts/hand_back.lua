@@ -5,8 +5,8 @@
 -- ARGV: epoch, group, consumer, lease ms, delay ms
 -- Returns 1 done, -1 fenced
 local lanes = { rt = KEYS[3], std = KEYS[4], bulk = KEYS[5] }
-local request = fetch(KEYS[1], 'st', 'ep', 'eid', 'lane')
-if request.st ~= 'running' or request.ep ~= ARGV[1] then return -1 end
+local request = fetch(KEYS[1], 'st', 'ep', 'own', 'eid', 'lane')
+if not owned(request, ARGV[1], ARGV[3]) then return -1 end
 local lease, delay = tonumber(ARGV[4]), tonumber(ARGV[5])
 redis.call('HSET', KEYS[1], 'st', 'queued', 'own', '')
 redis.call('HINCRBY', KEYS[1], 'ep', 1)

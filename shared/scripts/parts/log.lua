@@ -17,3 +17,9 @@ local function append(log, channel, seq, kind, event, epoch, cap)
   redis.call('XADD', log, 'MAXLEN', '~', cap, seq .. '-0', 't', kind, 'd', event, 'ep', epoch)
   redis.call('PUBLISH', channel, event)
 end
+
+-- The fence of every write of a worker. The owner counts too: a server that crashed and lost its last second may hand
+-- out one epoch twice.
+local function owned(request, epoch, owner)
+  return request.st == 'running' and request.ep == epoch and request.own == owner
+end

