@@ -5,9 +5,10 @@ One pydantic-settings class for each process is the only place where an option i
 """
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
+from urllib.parse import quote, urlsplit
 
-from pydantic import Field
+from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from shared.keys import MODEL_NAME
@@ -29,12 +30,32 @@ class ServiceSettings(BaseSettings):
     redis_url: str = Field(
         default="redis://127.0.0.1:6379/0", description="redis://, rediss:// or unix:// URL of the queue."
     )
+    redis_username: str | None = Field(
+        default=None, description="User of the queue, if it is not in the URL; unset: the default user."
+    )
+    redis_password: SecretStr | None = Field(
+        default=None, description="Password of the queue, as it is, if it is not in the URL."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["json", "text"] = "json"
     data_dir: Path = Field(
         default=Path.home() / ".local" / "share" / "diffleet",
         description="Where the embedded server and the logs live.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _join_credentials(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Put the credentials into `redis_url`, escaped, so that whoever connects needs nothing else."""
+        username, password = given.get("redis_username"), given.get("redis_password")
+        if not username and not password:
+            return given
+        secret = password.get_secret_value() if isinstance(password, SecretStr) else str(password or "")
+        parts = urlsplit(str(given.get("redis_url") or cast(str, cls.model_fields["redis_url"].default)))
+        if "@" in parts.netloc:
+            raise ValueError("redis_url has credentials, so redis_username and redis_password must not be set")
+        credentials = f"{quote(str(username or ''), safe='')}:{quote(secret, safe='')}"
+        return {**given, "redis_url": parts._replace(netloc=f"{credentials}@{parts.netloc}").geturl()}
 
 
 def check_model_name(name: str) -> str:

@@ -1,0 +1,47 @@
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from redis.connection import parse_url
+
+from shared.settings import ServiceSettings
+
+# What a process environment can hold.
+CREDENTIAL = st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), min_size=1)
+
+
+@given(username=CREDENTIAL, password=CREDENTIAL)
+def test_the_client_library_reads_back_the_credentials_that_were_given_apart(username: str, password: str) -> None:
+    settings = ServiceSettings.model_validate({"redis_username": username, "redis_password": password})
+    options = parse_url(settings.redis_url)
+    assert (options["username"], options["password"]) == (username, password)
+    assert (options["host"], options["port"], options["db"]) == ("127.0.0.1", 6379, 0)
+
+
+def test_a_password_alone_is_that_of_the_default_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIFFLEET_REDIS_URL", "rediss://queue.example:6380/3?ssl_ca_certs=/ca.crt")
+    monkeypatch.setenv("DIFFLEET_REDIS_PASSWORD", "a/b@c:d")
+    parts = urlsplit(ServiceSettings().redis_url)
+    assert (parts.username, unquote(parts.password or "")) == ("", "a/b@c:d")
+    assert (parts.hostname, parts.port, parts.path, parts.query) == (
+        "queue.example",
+        6380,
+        "/3",
+        "ssl_ca_certs=/ca.crt",
+    )
+
+
+def test_without_credentials_the_url_stays_as_it_is() -> None:
+    assert ServiceSettings(redis_url="redis://:x@h:1/2").redis_url == "redis://:x@h:1/2"
+
+
+def test_credentials_at_two_places_are_refused() -> None:
+    with pytest.raises(ValidationError, match="redis_url has credentials"):
+        ServiceSettings.model_validate({"redis_url": "redis://:x@h/0", "redis_password": "y"})
+
+
+def test_a_password_is_not_shown_beside_the_url() -> None:
+    settings = ServiceSettings.model_validate({"redis_password": "hunter2"})
+    assert "hunter2" not in repr(settings.redis_password)
