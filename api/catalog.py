@@ -1,0 +1,100 @@
+"""The models that can be asked for, known from Redis alone."""
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pydantic import TypeAdapter, ValidationError
+
+from api.errors import ApiError, invalid
+from api.ports import Fleet
+from shared.card import InvalidCard, ModelCard
+from shared.client import UnknownModel
+from shared.decoding import Decoding
+from shared.keys import MODEL_NAME
+from shared.text import InvalidText, InvalidTokenizer, TemplateError, Tokenizer
+
+logger = logging.getLogger("diffleet.api")
+
+_DECODING: TypeAdapter[Decoding] = TypeAdapter(Decoding)
+_LONG_TEXT = 16_384
+"""Characters from which encoding (about a microsecond each) leaves the event loop to the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    card: ModelCard
+    tokenizer: Tokenizer
+    decoding: Decoding
+
+    async def encode(self, text: str) -> list[int]:
+        """Return the ids of a raw prompt; raises `ApiError`."""
+        try:
+            if len(text) < _LONG_TEXT:
+                return self.tokenizer.encode(text)
+            return await asyncio.to_thread(self.tokenizer.encode, text)
+        except InvalidText as error:
+            raise invalid("prompt", f"prompt: {error}") from error
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Return the ids of a chat under the model's template; raises `ApiError`."""
+        try:
+            if sum(len(message["content"]) for message in messages) < _LONG_TEXT:
+                return self.tokenizer.encode_chat(messages)
+            return await asyncio.to_thread(self.tokenizer.encode_chat, messages)
+        except (InvalidText, TemplateError) as error:
+            raise invalid("messages", f"messages: {error}") from error
+
+
+class Catalog:
+    """Look models up by name."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    async def names(self) -> list[str]:
+        return sorted(await self._fleet.models())
+
+    async def resolve(self, name: str | None) -> ServedModel:
+        """Return the model of that name, or the only one if `name` is None; raises `ApiError`."""
+        return await self._load(await self.card(await self._only() if name is None else name))
+
+    async def card(self, name: str) -> ModelCard:
+        """Return the card of that name; raises `ApiError` (404, listing the known ones)."""
+        if not MODEL_NAME.fullmatch(name):
+            raise _unknown(name, await self.names())
+        try:
+            return await self._fleet.card(name)
+        except UnknownModel:
+            raise _unknown(name, await self.names()) from None
+        except InvalidCard as error:
+            raise _unusable(name, error) from error
+
+    async def _only(self) -> str:
+        match await self.names():
+            case [only]:
+                return only
+            case []:
+                raise ApiError(404, "model_not_found", "no worker has announced a model yet", "model")
+            case names:
+                raise invalid("model", f"model is required: {_listed(names)}", "missing_required_parameter")
+
+    async def _load(self, card: ModelCard) -> ServedModel:
+        try:
+            return ServedModel(card, await self._fleet.tokenizer(card), _DECODING.validate_python(card.decoding))
+        except (InvalidTokenizer, ValidationError) as error:
+            raise _unusable(card.name, error) from error
+
+
+def _unknown(name: str, known: Sequence[str]) -> ApiError:
+    return ApiError(404, "model_not_found", f"there is no model {name[:120]!r}: {_listed(known)}", "model")
+
+
+def _unusable(name: str, error: Exception) -> ApiError:
+    logger.error("a model card cannot be used", extra={"model": name, "fault": type(error).__name__})
+    return ApiError(500, "invalid_model", f"the card of model {name} cannot be used by this server", "model")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"the models are {', '.join(names)}" if names else "no worker has announced one yet"

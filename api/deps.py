@@ -1,0 +1,58 @@
+"""What routes ask for by type."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Annotated
+
+import orjson
+from fastapi import Depends, Request
+
+from api.catalog import Catalog
+from api.errors import ApiError
+from api.metrics import Metrics
+from api.ports import Fleet
+from api.relay import Relay
+from api.schemas import Body, parse
+from api.settings import ApiSettings
+
+
+@dataclass(slots=True)
+class Services:
+    """What one app owns while it runs."""
+
+    settings: ApiSettings
+    metrics: Metrics
+    fleet: Fleet
+    catalog: Catalog
+    relay: Relay
+    draining: bool = False
+    """Set once the process was asked to end: `/health/ready` says so, and requests are still served."""
+
+
+def services(request: Request) -> Services:
+    return request.app.state.services
+
+
+ServicesDep = Annotated[Services, Depends(services)]
+
+
+def json_body(kind: type[Body]) -> Callable[[Request], Awaitable[Body]]:
+    """Return a dependency that reads and checks a JSON body; it raises `ApiError`."""
+
+    async def read(request: Request) -> Body:
+        _check_headers(request)
+        try:
+            value = orjson.loads(await request.body())
+        except orjson.JSONDecodeError as error:
+            raise ApiError(400, "invalid_json", f"the body is not JSON: {error}") from error
+        return parse(kind, value)
+
+    return read
+
+
+def _check_headers(request: Request) -> None:
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise ApiError(415, "unsupported_media_type", "the content type must be application/json")
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise ApiError(415, "unsupported_media_type", "compressed bodies are not supported")

@@ -1,0 +1,164 @@
+"""Errors as OpenAI's clients know them: `{"error": {"message", "type", "param", "code"}}`, for every status."""
+
+import math
+from collections.abc import Mapping
+from typing import assert_never
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from shared.client import FleetUnavailable, QueueFull, UnknownModel
+from shared.events import Failed
+from shared.telemetry import note
+
+CLIENT_GONE = 499
+"""Logged and counted where the caller left before the status line; nobody receives it."""
+_MOST_RETRY_AFTER_S = 120
+"""OpenAI's client does not retry at all if it is told to wait longer."""
+_TYPES = {404: "invalid_request_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
+_HTTP_CODES = {401: "invalid_api_key", 403: "permission_denied", 404: "not_found", 405: "method_not_allowed"}
+
+
+class ApiError(Exception):
+    """A request that ends with an error response, or with an error frame if its stream has begun."""
+
+    def __init__(
+        self, status: int, code: str, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+        self.param = param
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, str | None]:
+        fallback = "invalid_request_error" if self.status < 500 else "server_error"
+        return {
+            "message": self.message,
+            "type": _TYPES.get(self.status, fallback),
+            "param": self.param,
+            "code": self.code,
+        }
+
+
+class ClientGone(Exception):
+    """The caller closed the connection: nobody reads an answer any more."""
+
+
+def invalid(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
+    return ApiError(400, code, message, param)
+
+
+def unsupported(param: str) -> ApiError:
+    return ApiError(400, "unsupported_parameter", f"{param} is not supported with this value by this server", param)
+
+
+def overloaded(message: str, retry_after_s: float) -> ApiError:
+    seconds = min(max(1, math.ceil(retry_after_s)), _MOST_RETRY_AFTER_S)
+    return ApiError(503, "server_is_overloaded", message, headers={"Retry-After": str(seconds)})
+
+
+def shutting_down() -> ApiError:
+    return overloaded("this server is shutting down; another one will take the request", 1)
+
+
+def internal() -> ApiError:
+    return ApiError(500, "internal_error", "the server failed; the request id tells its operators where to look")
+
+
+def of_failure(event: Failed) -> ApiError:
+    """Return the error of a request that a worker gave up."""
+    match event.code:
+        case "invalid_request":
+            return invalid(event.param, event.message)
+        case "unsupported":
+            return ApiError(400, "unsupported_parameter", event.message, event.param)
+        case "too_long":
+            return ApiError(400, "context_length_exceeded", event.message, event.param or "prompt")
+        case "no_capacity" | "out_of_memory":
+            return overloaded(event.message, 1)
+        case "expired":
+            return ApiError(504, "timeout", event.message, event.param)
+        case "lost":
+            return ApiError(500, "worker_lost", event.message)
+        case "poison" | "nan" | "internal":
+            return ApiError(500, "internal_error", event.message)
+        case _:
+            assert_never(event.code)
+
+
+def of_exception(error: Exception) -> ApiError | None:
+    """Return what an expected exception means to a caller; None for what nobody foresaw."""
+    match error:
+        case ApiError():
+            return error
+        case QueueFull():
+            return overloaded("the queue of this model is full", error.retry_after_s)
+        case UnknownModel():
+            return ApiError(404, "model_not_found", "no such model", "model")
+        case FleetUnavailable():
+            return overloaded("the queue cannot be reached right now", 1)
+        case _:
+            return None
+
+
+def of_validation(error: ValidationError) -> ApiError:
+    """Return the first complaint of a body's validation, with the field's path as OpenAI spells it."""
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    param = path_of(first["loc"])
+    match first["type"]:
+        case "missing":
+            return invalid(param, f"{param} is required", "missing_required_parameter")
+        case "extra_forbidden":
+            return invalid(param, f"{param} is not a known option", "unknown_parameter")
+        case _:
+            return invalid(param or None, f"{param or 'the body'}: {first['msg']}")
+
+
+def path_of(location: tuple[int | str, ...]) -> str:
+    """Return `messages[0].content` for ("messages", 0, "content")."""
+    parts = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    return parts.removeprefix(".")
+
+
+def render(error: ApiError) -> Response:
+    note(code=error.code)
+    content = orjson.dumps({"error": error.body})
+    return Response(content, error.status, headers=error.headers, media_type="application/json")
+
+
+def install(app: FastAPI) -> None:
+    """Answer every exception of a route in the one shape."""
+
+    def expected(_: Request, error: Exception) -> Response:
+        known = of_exception(error)
+        assert known is not None
+        return render(known)
+
+    def http(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        code = _HTTP_CODES.get(error.status_code, "invalid_request" if error.status_code < 500 else "internal_error")
+        return render(ApiError(error.status_code, code, str(error.detail), headers=error.headers))
+
+    def validation(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        param = path_of(tuple(first["loc"][1:]))
+        return render(invalid(param, f"{param}: {first['msg']}"))
+
+    def gone(_: Request, __: Exception) -> Response:
+        return Response(status_code=CLIENT_GONE)
+
+    for kind in (ClientGone, ClientDisconnect):
+        app.add_exception_handler(kind, gone)
+    for kind in (ApiError, QueueFull, UnknownModel, FleetUnavailable):
+        app.add_exception_handler(kind, expected)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(RequestValidationError, validation)

@@ -1,0 +1,40 @@
+# pyright: reportUnknownVariableType=false
+"""What FastAPI cannot derive for `/docs`: bodies are read by `api.deps.json_body`, for errors of the one shape."""
+
+from typing import Any
+
+from pydantic import BaseModel
+
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"description": description}
+    for status, description in {
+        400: "A field is wrong; `error.param` names it.",
+        404: "Unknown model; the message lists the known ones.",
+        413: "The body is too long.",
+        415: "The body is not JSON by its content type.",
+        503: "The queue is full or cannot be reached; see Retry-After.",
+        504: "The request ran out of time.",
+    }.items()
+}
+
+
+def request_body(kind: type[BaseModel]) -> dict[str, Any]:
+    """Return `openapi_extra` for a route whose body is a `kind`."""
+    schema = kind.model_json_schema()
+    definitions = schema.pop("$defs", {})
+    return {
+        "requestBody": {"required": True, "content": {"application/json": {"schema": _inlined(schema, definitions)}}}
+    }
+
+
+def _inlined(node: Any, definitions: dict[str, Any]) -> Any:
+    """Return a schema with its references replaced by what they name; bodies are not recursive."""
+    match node:
+        case {"$ref": str(reference)}:
+            return _inlined(definitions[reference.rpartition("/")[2]], definitions)
+        case dict():
+            return {key: _inlined(value, definitions) for key, value in node.items()}
+        case list():
+            return [_inlined(item, definitions) for item in node]
+        case _:
+            return node

@@ -1,0 +1,95 @@
+"""POST /generate: the native endpoint."""
+
+from collections.abc import AsyncGenerator
+from typing import Annotated, assert_never, cast
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from api.answers import json_response
+from api.canvas import canvas_fields
+from api.catalog import ServedModel
+from api.deps import ServicesDep, json_body
+from api.errors import ApiError
+from api.openapi import ERROR_RESPONSES, request_body
+from api.relay import Follow
+from api.requests import to_generate
+from api.schemas import GenerateBody
+from api.sse import KEEPALIVE, EventStream, frame
+from api.transcript import Transcript, read_to_end, usage_of
+from shared.events import Delta, Finished, Queued, Snapshot, Started
+from shared.telemetry import note
+
+router = APIRouter(tags=["native"])
+
+
+@router.post("/generate", openapi_extra=request_body(GenerateBody), responses=ERROR_RESPONSES)
+async def generate(
+    body: Annotated[GenerateBody, Depends(json_body(GenerateBody))], request: Request, services: ServicesDep
+) -> Response:
+    """Continue a prompt: text, which is not put into a chat template, or token ids.
+
+    With `stream`, server-sent events: `append` for each committed block, `buffer_snapshot` between them in stream_mode
+    `denoise`, then `final` or `error`, then `[DONE]`.
+    """
+    note(stream=bool(body.stream))
+    model = await services.catalog.resolve(body.model)
+    prompt = await model.encode(body.prompt) if isinstance(body.prompt, str) else cast(list[int], body.prompt)
+    command = to_generate(body, prompt, model, "prompt", services.settings.request_timeout_s)
+    follow = await services.relay.open(command, request.receive)
+    if body.stream:
+        return EventStream(follow, _frames(follow, model), lambda error: _error(command.id, error))
+    transcript, end = await read_to_end(follow)
+    return json_response({"id": command.id, "model": command.model} | _result(transcript, end))
+
+
+async def _frames(follow: Follow, model: ServedModel) -> AsyncGenerator[bytes]:
+    command = follow.command
+    transcript = Transcript.of(follow)
+    async for event in follow:
+        if event is None:
+            yield KEEPALIVE
+            continue
+        transcript.observe(event)
+        match event:
+            case Queued() | Started():
+                pass
+            case Delta():
+                yield frame(_append(event))
+            case Snapshot():
+                head = {"event": "buffer_snapshot", "id": event.id, "after": event.after, "finished": False}
+                yield frame(head | canvas_fields(event, model.tokenizer, len(command.prompt)))
+            case Finished():
+                head = {"event": "final", "id": event.id, "seq": event.seq, "model": command.model, "finished": True}
+                yield frame(head | _result(transcript, event))
+            case _:
+                assert_never(event)
+
+
+def _append(event: Delta) -> dict[str, object]:
+    return {
+        "event": "append",
+        "id": event.id,
+        "seq": event.seq,
+        "token_offset": event.offset,
+        "text": event.text,
+        "token_ids": event.token_ids,
+        "nfe": event.nfe,
+        "finished": False,
+    }
+
+
+def _result(transcript: Transcript, end: Finished) -> dict[str, object]:
+    return {
+        "text": transcript.text,
+        "token_ids": transcript.token_ids,
+        "finish_reason": end.reason,
+        "finish_detail": end.detail,
+        "nfe": end.usage.nfe,
+        "usage": usage_of(end.usage),
+        "timings": transcript.timings,
+    }
+
+
+def _error(request_id: str, error: ApiError) -> dict[str, object]:
+    return {"event": "error", "id": request_id, "message": error.message, "error": error.body}

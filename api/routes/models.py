@@ -1,0 +1,48 @@
+"""GET /v1/models."""
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from api.answers import json_response
+from api.deps import ServicesDep
+from api.errors import ApiError
+from shared.card import ModelCard
+
+router = APIRouter(tags=["openai"])
+
+
+@router.get("/v1/models")
+async def list_models(services: ServicesDep) -> Response:
+    """List the models that have been announced, whether or not a worker runs right now."""
+    entries: list[dict[str, object]] = []
+    for name in await services.catalog.names():
+        try:
+            entries.append(_entry(await services.catalog.card(name)))
+        except ApiError:
+            # One unusable or just removed card must not hide the others; asking for it by name tells.
+            continue
+    return json_response({"object": "list", "data": entries})
+
+
+@router.get("/v1/models/{name:path}")
+async def get_model(name: str, services: ServicesDep) -> Response:
+    """Describe one model; names may contain slashes."""
+    return json_response(_entry(await services.catalog.card(name)))
+
+
+def _entry(card: ModelCard) -> dict[str, object]:
+    return {
+        "id": card.name,
+        "object": "model",
+        # Cards carry no date; OpenAI's clients only want an integer.
+        "created": 0,
+        "owned_by": "diffleet",
+        "family": card.family,
+        "max_model_len": card.max_model_len,
+        "block_length": card.block_length,
+        "fixed_block_length": card.fixed_block_length,
+        "decoding": card.decoding,
+        "temperature": card.temperature,
+        "capabilities": card.capabilities,
+        "digest": card.digest,
+    }

@@ -1,0 +1,224 @@
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
+"""HTTP bodies: what callers may send, checked strictly where it counts.
+
+Unknown fields at the top are ignored, as OpenAI's clients expect; an unknown option inside `diffusion`, and a field
+whose effect nobody would deliver (`REFUSED`), is an error that names it.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
+
+from api.errors import invalid, of_validation, unsupported
+from shared.decoding import Confidence
+
+Strategy = Literal[
+    "threshold", "low_confidence_static", "low_confidence_dynamic", "sequential", "random", "entropy_bounded"
+]
+StreamMode = Literal["block_append", "denoise"]
+
+StopString = Annotated[str, Field(min_length=1, max_length=256)]
+
+REFUSED: Mapping[str, tuple[object, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (0,),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "regex": (),
+    "ebnf": (),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+}
+"""Fields with an effect that this server does not deliver, and the values (besides null) that ask for nothing."""
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _none_if_empty(value: object) -> object:
+    return value or None
+
+
+def _check_prompt(value: object) -> object:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(type(item) is int for item in value):
+        return value
+    raise PydanticCustomError("prompt", "must be a string or a list of token ids")
+
+
+def _check_content(value: object) -> object:
+    """Fold a list of text parts into one string."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise PydanticCustomError("content", "must be a string or a list of text parts")
+    texts: list[str] = []
+    for part in value:
+        match part:
+            case {"type": "text", "text": str(text)}:
+                texts.append(text)
+            case _:
+                raise PydanticCustomError("content", 'every part must be {"type": "text", "text": "..."}')
+    return "".join(texts)
+
+
+Prompt = Annotated[
+    Any,
+    BeforeValidator(_check_prompt),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]}),
+]
+Content = Annotated[
+    str | None,
+    BeforeValidator(_check_content),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "object", "description": "A text part."}},
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
+
+
+class DiffusionOptions(BaseModel):
+    """How the canvas is decoded. What is unset is the model's own default."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    strategy: Strategy | None = Field(default=None, description="Which positions are accepted in a step.")
+    remasking: Strategy | Literal["low_confidence"] | None = Field(
+        default=None, description="Another word for strategy, with LLaDA's `low_confidence` for low_confidence_static."
+    )
+    threshold: float | None = Field(default=None, ge=0.0, le=1.0)
+    steps: int | None = Field(default=None, ge=1, description="Denoise steps of a block.")
+    bound: float | None = Field(default=None, gt=0.0, description="Entropy bound of `entropy_bounded`.")
+    fallback: Literal["confidence", "leftmost"] | None = None
+    confidence: Confidence | None = None
+    filler_rules: bool | None = None
+    block_length: int | None = Field(default=None, ge=1, le=4096)
+    max_nfe: int | None = Field(default=None, ge=1)
+    frame_interval_ms: int | None = Field(
+        default=None, ge=0, le=10_000, description="Least time between two snapshots of stream_mode denoise."
+    )
+
+
+class StreamOptions(_Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationBody(_Body):
+    """What every generating endpoint takes."""
+
+    model: str | None = Field(default=None, description="May be left out where only one model is served.")
+    max_tokens: int | None = Field(default=None, ge=1, description="Unset: 512, or what the context leaves.")
+    min_tokens: int | None = Field(default=None, ge=0)
+    temperature: float | None = Field(default=None, ge=0.0, le=5.0, description="Unset: the model's own default.")
+    top_p: float | None = Field(default=None, gt=0.0, le=1.0)
+    top_k: int | None = Field(default=None, ge=-1, description="0 or -1 keeps all tokens.")
+    min_p: float | None = Field(default=None, ge=0.0, le=1.0)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63, description="Unset: a fresh one for each request.")
+    stop: Annotated[list[StopString] | None, BeforeValidator(_as_list), Field(max_length=16)] = None
+    stop_token_ids: list[int] | None = Field(default=None, max_length=64)
+    ignore_eos: bool | None = None
+    max_nfe: int | None = Field(default=None, ge=1, description="Cap on denoising forwards.")
+    max_repetition_run: int | None = Field(default=None, ge=1, description="End after so many equal tokens in a row.")
+    block_length: int | None = Field(default=None, ge=1, le=4096)
+    stream: bool | None = None
+    stream_mode: StreamMode | None = Field(
+        default=None, description="block_append (default): committed text only; denoise: snapshots of the canvas too."
+    )
+    user: str | None = Field(default=None, max_length=256)
+    diffusion: DiffusionOptions | None = None
+
+    @property
+    def wanted_tokens(self) -> tuple[str, int | None]:
+        """The field that bounds the output, and its value."""
+        return "max_tokens", self.max_tokens
+
+
+class GenerateBody(GenerationBody):
+    prompt: Prompt = Field(description="Text, which is not put into a chat template, or token ids.")
+
+
+class ChatMessage(_Body):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content = None
+    tool_calls: Annotated[None, BeforeValidator(_none_if_empty)] = Field(default=None, description="Not supported.")
+
+    @model_validator(mode="after")
+    def _check_silence(self) -> "ChatMessage":
+        if self.content is None and self.role != "assistant":
+            raise PydanticCustomError("content", "content is required")
+        return self
+
+    def for_template(self) -> dict[str, str]:
+        """Return the message as templates know it: `developer` is the newer name of `system`."""
+        return {"role": "system" if self.role == "developer" else self.role, "content": self.content or ""}
+
+
+class ChatBody(GenerationBody):
+    messages: list[ChatMessage] = Field(min_length=1)
+    stop: Annotated[list[StopString] | None, BeforeValidator(_as_list), Field(max_length=4)] = None
+    max_completion_tokens: int | None = Field(default=None, ge=1, description="Newer name of max_tokens; wins over it.")
+    stream_options: StreamOptions | None = None
+
+    @property
+    def wanted_tokens(self) -> tuple[str, int | None]:
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return super().wanted_tokens
+
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def parse(kind: type[Body], value: object) -> Body:
+    """Check a decoded JSON body; raises `ApiError` naming the field."""
+    if not isinstance(value, dict):
+        raise invalid(None, "the body must be a JSON object")
+    fields: dict[str, object] = value
+    for name, harmless in REFUSED.items():
+        if not _asks_nothing(fields.get(name), harmless):
+            raise unsupported(name)
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise of_validation(error) from None
+
+
+def _asks_nothing(value: object, harmless: tuple[object, ...]) -> bool:
+    # `True == 1` in Python, and not in JSON.
+    return value is None or any(
+        value == other and isinstance(value, bool) == isinstance(other, bool) for other in harmless
+    )

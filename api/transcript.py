@@ -1,0 +1,81 @@
+"""What a request has produced so far, gathered from its events."""
+
+from collections.abc import Callable
+from typing import assert_never
+
+from api.relay import Follow, Progress
+from shared.events import Delta, Finished, Queued, Snapshot, Started, Usage
+
+
+class Transcript:
+    """`clock` counts seconds, `began` is its reading at the submit."""
+
+    def __init__(self, began: float, clock: Callable[[], float]) -> None:
+        self._began = began
+        self._clock = clock
+        self._texts: list[str] = []
+        self.token_ids: list[int] = []
+        self.nfe = 0
+        self.end: Finished | None = None
+        self._started_ms: float | None = None
+        self._first_ms: float | None = None
+        self._total_ms: float | None = None
+
+    @classmethod
+    def of(cls, follow: Follow) -> "Transcript":
+        return cls(follow.began, follow.clock)
+
+    def observe(self, event: Progress) -> None:
+        match event:
+            case Queued() | Snapshot():
+                pass
+            case Started():
+                self._started_ms = self._started_ms or self._elapsed_ms()
+            case Delta():
+                self._first_ms = self._first_ms or self._elapsed_ms()
+                self._texts.append(event.text)
+                self.token_ids += event.token_ids
+                self.nfe = event.nfe
+            case Finished():
+                self.end = event
+                self.nfe = event.usage.nfe
+                self._total_ms = self._elapsed_ms()
+            case _:
+                assert_never(event)
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    @property
+    def timings(self) -> dict[str, float | None]:
+        """Milliseconds since the submit; None for what was not seen (`queue_ms` comes from a preview)."""
+        return {"queue_ms": self._started_ms, "first_block_ms": self._first_ms, "total_ms": self._total_ms}
+
+    def _elapsed_ms(self) -> float:
+        return round((self._clock() - self._began) * 1000, 1)
+
+
+async def read_to_end(follow: Follow) -> tuple[Transcript, Finished]:
+    """Follow to the end, and close; raises as `Follow`."""
+    transcript = Transcript.of(follow)
+    try:
+        async for event in follow:
+            if event is not None:
+                transcript.observe(event)
+    finally:
+        await follow.aclose()
+    assert transcript.end is not None, "a follow that ends without raising has seen Finished"
+    return transcript, transcript.end
+
+
+def usage_of(usage: Usage) -> dict[str, int | float]:
+    """Return token counts in OpenAI's words, and what they cost in denoising forwards (`nfe`)."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "nfe": usage.nfe,
+        "blocks": usage.blocks,
+        "tokens_per_forward": round(usage.completion_tokens / usage.nfe, 3) if usage.nfe else 0.0,
+    }
