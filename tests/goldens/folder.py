@@ -1,0 +1,62 @@
+"""Golden data on disk: where it is, and what a family's folder holds."""
+
+import json
+import os
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from worker.models import LoadedModel, load_model
+
+DATA = Path(__file__).parent / "data"
+Entry = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class GoldenFolder:
+    """One family's checkpoint with the outputs of its reference; the format is the README's beside the data."""
+
+    path: Path
+    family: str
+    forward: tuple[Entry, ...]
+    generate: tuple[Entry, ...]
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    def arrays(self) -> dict[str, Tensor]:
+        return _arrays(self.path)
+
+    def model(self) -> LoadedModel:
+        return _model(self.path)
+
+
+@cache
+def _arrays(path: Path) -> dict[str, Tensor]:
+    return load_file(path / "golden.safetensors")
+
+
+@cache
+def _model(path: Path) -> LoadedModel:
+    return load_model(path)
+
+
+def find_folders() -> list[GoldenFolder]:
+    """Return the folders of DIFFLEET_GOLDENS, or of the data in the repository."""
+    root = Path(os.environ.get("DIFFLEET_GOLDENS") or DATA)
+    paths = sorted(path.parent for path in (*root.glob("golden.json"), *root.glob("*/golden.json")))
+    if not paths:
+        raise FileNotFoundError(f"no golden.json in {root} or a folder of it")
+    return [_read(path) for path in paths]
+
+
+def _read(path: Path) -> GoldenFolder:
+    content = json.loads((path / "golden.json").read_bytes())
+    return GoldenFolder(
+        path, content.get("family", path.name), tuple(content.get("forward", ())), tuple(content.get("generate", ()))
+    )

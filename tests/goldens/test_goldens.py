@@ -1,0 +1,139 @@
+"""Equality with the official references, run by run. `DIFFLEET_GOLDENS` names a folder with other data."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+import torch
+
+from kernels.attention import plan_attention
+from shared.commands import Generate
+from shared.events import Delta, Failed, Finished
+from tests.goldens import sdar
+from tests.goldens.folder import Entry, GoldenFolder, find_folders
+from worker.engine.engine import Engine
+from worker.engine.plan import visible_ends
+from worker.engine.ports import Arrival, Inbox
+from worker.engine.scheduler import BatchLimits, CacheShape
+from worker.models.layers import ForwardContext
+from worker.runner import Runner
+
+# How a family's entries become requests: `to_request`, `expected_tokens`, `expected_nfe`.
+FAMILIES: dict[str, ModuleType] = {"sdar": sdar}
+FOLDERS = find_folders()
+# What the data's README promises of another float32 implementation.
+LOGIT_TOLERANCE = 1e-4
+
+
+def _cases(kind: str) -> list[object]:
+    """Return a case for each entry of every folder, and a skipped one for each unknown family."""
+    cases: list[object] = []
+    for folder in FOLDERS:
+        if folder.family in FAMILIES:
+            entries = folder.forward if kind == "forward" else folder.generate
+            cases += [pytest.param(folder, entry, id=f"{folder.name}-{entry['name']}") for entry in entries]
+        else:
+            reason = f"{folder.path}: family {folder.family!r} is not served; known: {', '.join(FAMILIES)}"
+            cases.append(pytest.param(folder, {}, id=folder.name, marks=pytest.mark.skip(reason=reason)))
+    return cases
+
+
+def _batches() -> list[object]:
+    """Return the runs of each folder that share a block length."""
+    cases: list[object] = []
+    for folder in FOLDERS:
+        by_length: dict[int, list[Entry]] = defaultdict(list)
+        if folder.family in FAMILIES:
+            for entry in folder.generate:
+                by_length[entry["args"]["block_length"]].append(entry)
+        cases += [pytest.param(folder, entries, id=f"{folder.name}-b{size}") for size, entries in by_length.items()]
+    return cases
+
+
+class NoText:
+    """A text decoder for tests that only look at tokens."""
+
+    stopped = False
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+def make_engine(folder: GoldenFolder, page_size: int, token_budget: int = 2048) -> Engine:
+    model = folder.model()
+    # The reference loops end at the ids that their arguments name; a checkpoint's own eos means nothing to them.
+    spec = replace(model.spec, stop_token_ids=())
+    num_pages = 4096 // page_size
+    runner = Runner(model, num_pages, page_size)
+    return Engine(
+        spec, CacheShape(page_size, num_pages), BatchLimits(64, token_budget), runner, lambda request, resume: NoText()
+    )
+
+
+def run(engine: Engine, arrivals: Sequence[Sequence[Generate]]) -> dict[str, tuple[list[int], int]]:
+    """Run to the end, arrivals[i] joining before step i; return tokens and nfe of each request."""
+    tokens: dict[str, list[int]] = defaultdict(list)
+    nfe: dict[str, int] = {}
+    pending = list(arrivals)
+    while pending or not engine.idle:
+        joining = pending.pop(0) if pending else []
+        for event in engine.step(Inbox(arrivals=[Arrival(request, epoch=1) for request in joining])).events:
+            match event:
+                case Delta():
+                    tokens[event.id] += event.token_ids
+                case Finished():
+                    nfe[event.id] = event.usage.nfe
+                case Failed():
+                    pytest.fail(f"{event.id}: {event.message}")
+                case _:
+                    pass
+    return {name: (tokens[name], count) for name, count in nfe.items()}
+
+
+@pytest.mark.parametrize(("folder", "entry"), _cases("forward"))
+@torch.inference_mode()
+def test_a_prefill_gives_the_references_logits(folder: GoldenFolder, entry: Entry) -> None:
+    model, arrays, page_size = folder.model(), folder.arrays(), 8
+    input_ids = arrays[f"{entry['name']}.input_ids"]
+    rows, length = input_ids.shape
+    ends = visible_ends(model.spec.attention, 0, length, entry.get("block_length", 1), length)
+    per_row = -(-length // page_size)
+    # Pages in falling order: a row's positions lie nowhere near each other.
+    pages = [[rows * per_row - 1 - row * per_row - i for i in range(per_row)] for row in range(rows)]
+    plan = plan_attention([0] * rows, [ends] * rows, pages, page_size, device=model.device, dtype=model.dtype)
+    shape = (model.spec.num_layers, rows * per_row, page_size, model.spec.num_kv_heads, model.spec.head_dim)
+    kv = tuple(zip(torch.zeros(shape), torch.zeros(shape), strict=True))
+    context = ForwardContext(plan, torch.arange(length).repeat(rows), kv)
+
+    logits = model.module.logits(model.module.forward(input_ids.flatten(), context)).view(rows, length, -1)
+
+    assert (logits - arrays[f"{entry['name']}.logits"]).abs().max() < LOGIT_TOLERANCE
+
+
+@pytest.mark.parametrize(("folder", "entry"), _cases("generate"))
+def test_a_request_alone_gives_the_references_tokens_and_forwards(folder: GoldenFolder, entry: Entry) -> None:
+    family = FAMILIES[folder.family]
+    request = family.to_request(entry)
+
+    result = run(make_engine(folder, entry["args"]["block_length"]), [[request]])[request.id]
+
+    assert result == (family.expected_tokens(entry), family.expected_nfe(entry))
+
+
+@pytest.mark.parametrize(("folder", "entries"), _batches())
+@pytest.mark.parametrize("way", ["together", "one-a-step", "narrow"])
+def test_a_batch_of_runs_gives_the_tokens_of_each_alone(folder: GoldenFolder, entries: list[Entry], way: str) -> None:
+    family = FAMILIES[folder.family]
+    requests = [family.to_request(entry) for entry in entries]
+    arrivals = [[request] for request in requests] if way == "one-a-step" else [requests]
+    # Narrow: four blocks a step, the least an engine takes; prompts come in chunks and rows take turns.
+    budget = 4 * entries[0]["args"]["block_length"] if way == "narrow" else 2048
+
+    result = run(make_engine(folder, page_size=16, token_budget=budget), arrivals)
+
+    assert result == {entry["name"]: (family.expected_tokens(entry), family.expected_nfe(entry)) for entry in entries}
