@@ -201,6 +201,11 @@ class WorkerQueue:
         await self._link.run_again(script("publish_card"), [card_key(card.name)], [card.digest, *fields])
         await self._link.read("SADD", MODELS, card.name)
 
+    async def restore_card(self, card: ModelCard) -> None:
+        """Write the model card if there is none at all: Redis has restarted without its data."""
+        if not await self._link.read("EXISTS", card_key(card.name)):
+            await self.publish_card(card)
+
     async def close(self) -> None:
         """Leave the group, if nothing of this worker is pending in it, and close the connections."""
         try:

@@ -37,9 +37,7 @@ _ANNOUNCE_S = 30.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a worker to its end; returns an `ExitCode`."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _leave)  # until there is something to drain
+    """Run a worker to its end; returns an `ExitCode`. To be called from the main thread."""
     try:
         settings = read_settings(sys.argv[1:] if argv is None else argv)
     except ValidationError as error:
@@ -50,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SettingsError as error:
         _complain(str(error))
         return ExitCode.BAD_SETTINGS
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _leave)  # until there is something to drain
     configure_logging(settings.log_level, settings.log_format)
     try:
         _await_redis(settings)
@@ -71,7 +71,7 @@ def _serve(settings: WorkerSettings) -> ExitCode:
     name = settings.served_name
     worker_id = f"{socket.gethostname()}-{secrets.token_hex(4)}"
     metrics = Metrics(name)
-    readiness = Readiness(settings.ready_file)
+    readiness = Readiness(settings.ready_file, worker_id)
     pulse = Pulse(settings.stuck_s)
     heart = Heart.connect(settings.redis_url, worker_id, name, settings.lease_ms, settings.partitions)
 

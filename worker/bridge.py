@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 _IDLE_WAIT_MS = 1000
 _UNSUPPORTED_DELAY_MS = 5000
+_CARD_CHECK_S = 3.0
 _MAX_HEALS = 3
 _EXPIRED = "expired"
 """The reason that makes the engine end a request as expired, not as aborted."""
@@ -181,6 +182,7 @@ class Bridge:
                 tasks.create_task(self._claim(queue))
                 tasks.create_task(self._poll_aborts(queue))
                 tasks.create_task(self._publish(queue))
+                tasks.create_task(self._keep_card(queue))
         finally:
             await queue.close()
 
@@ -193,6 +195,15 @@ class Bridge:
         self._closing = True
         self._news.set()
         self._quit.set()
+
+    async def _keep_card(self, queue: WorkerQueue) -> None:
+        """See that fronts find the model again if Redis comes back without its data."""
+        while not self._closing:
+            await _wait(self._quit, _CARD_CHECK_S)
+            try:
+                await queue.restore_card(self._card)
+            except FleetUnavailable:
+                continue  # the others tell of the outage
 
     # --- claims
 

@@ -11,10 +11,11 @@ _METRICS = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Readiness:
-    """True between the first claim and the drain. The file is written whole or not at all."""
+    """True between the first claim and the drain; the file then holds the worker's id. It is never half written."""
 
-    def __init__(self, file: Path | None) -> None:
+    def __init__(self, file: Path | None, worker_id: str) -> None:
         self._file = file
+        self._worker_id = worker_id
         self._ready = False
 
     @property
@@ -25,7 +26,7 @@ class Readiness:
         if self._file is not None:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             draft = self._file.with_name(f".{self._file.name}.{os.getpid()}")
-            draft.write_text(f"{os.getpid()}\n")
+            draft.write_text(f"{self._worker_id}\n")
             draft.replace(self._file)
         self._ready = True
 

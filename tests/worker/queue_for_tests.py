@@ -99,6 +99,10 @@ class QueueForTests:
         self._fail_if_down()
         self.card = card
 
+    async def restore_card(self, card: ModelCard) -> None:
+        self._fail_if_down()
+        self.card = self.card or card
+
     async def close(self) -> None:
         self.closed = True
 

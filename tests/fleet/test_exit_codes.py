@@ -1,0 +1,70 @@
+"""A worker that cannot start says why, in a line, and exits with the code of the reason."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shared.embedded import EmbeddedServer
+from tests.fleet.models import write_tiny_model
+from tests.fleet.processes import run_worker
+from worker.__main__ import main
+from worker.exits import ExitCode
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "says"),
+    [
+        (("--max-rows", "0"), {}, "max_rows: Input should be greater than or equal to 1"),
+        ((), {"DIFFLEET_LEASE_MS": "soon"}, "lease_ms: Input should be a valid integer"),
+        (("--num-pages", "1", "--kv-cache-mb", "1"), {}, "num_pages and kv_cache_mb exclude each other"),
+        ((), {"DIFFLEET_MODEL_NAME": "a b"}, "'a b' must match"),
+    ],
+)
+def test_a_wrong_setting_is_named_in_one_line(
+    flags: tuple[str, ...],
+    environment: dict[str, str],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main(flags) == ExitCode.BAD_SETTINGS
+    [line] = capsys.readouterr().err.splitlines()
+    assert says in line
+
+
+def test_an_unknown_flag_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--no-such-flag"])
+    assert ended.value.code == ExitCode.BAD_SETTINGS
+    assert "--no-such-flag" in capsys.readouterr().err
+
+
+def test_a_url_that_is_none_of_redis() -> None:
+    ended = run_worker("--redis-url", "http://localhost")
+    assert (ended.returncode, "Traceback" in ended.stderr) == (ExitCode.BAD_SETTINGS, False)
+    assert "redis_url" in ended.stderr
+
+
+def test_a_dead_redis_is_named_without_its_password() -> None:
+    ended = run_worker("--redis-url", "redis://user:hunter2@127.0.0.1:1/0", "--redis-wait-s", "0")
+    assert (ended.returncode, "Traceback" in ended.stderr) == (ExitCode.REDIS_UNREACHABLE, False)
+    assert "redis://127.0.0.1:1/0" in ended.stderr
+    assert "hunter2" not in ended.stderr
+
+
+def test_a_bad_model_folder(fleet_server: EmbeddedServer, tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "broken")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
+    ended = run_worker("--redis-url", fleet_server.url, "--model", str(folder))
+    assert (ended.returncode, "Traceback" in ended.stderr) == (ExitCode.BAD_MODEL, False)
+    assert "mlp." in ended.stderr
+
+
+def test_a_missing_model_folder(fleet_server: EmbeddedServer, tmp_path: Path) -> None:
+    ended = run_worker("--redis-url", fleet_server.url, "--model", str(tmp_path / "nothing"))
+    assert (ended.returncode, "Traceback" in ended.stderr) == (ExitCode.BAD_MODEL, False)
+    assert "nothing" in ended.stderr
