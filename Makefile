@@ -12,6 +12,8 @@ JOBS  ?= 2
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
   $$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 
+# On a terminal pip shows its downloads; elsewhere only errors.
+PIP := $(BIN)/python -m pip $(if $(MAKE_TERMOUT),,-qq)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
@@ -27,10 +29,10 @@ $(STAMP): pyproject.toml
 	  echo "      Debian and Ubuntu: apt install python3 python3-venv. Or name one: make $(MAKECMDGOALS) PYTHON=/path/to/python3"; exit 1; }
 	@test -x $(BIN)/python || { echo "== making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
 	@echo "== installing pip and $(TORCH)"
-	@$(BIN)/python -m pip install --quiet --upgrade pip
-	@$(BIN)/python -m pip install --quiet "$(TORCH)"
+	@$(PIP) install --upgrade pip
+	@$(PIP) install "$(TORCH)"
 	@echo "== installing Diffleet and its tools"
-	@$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@$(PIP) install --editable '.[dev]'
 	@touch $@
 
 run: setup ## Start a fleet on this machine, answer one prompt, serve until Ctrl-C. ARGS="--port 8001" etc.

@@ -1,0 +1,258 @@
+"""Subcommands of `diffleet`: each reads its options and calls one module. Drawing goes to stderr, results to stdout."""
+
+import asyncio
+import contextlib
+import importlib.metadata
+import importlib.util
+import inspect
+import logging
+import os
+import signal
+import sys
+from collections.abc import Coroutine, Generator
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from shared.cli.exits import Exit, Stop
+from shared.cli.question import Question
+from shared.settings import ServiceSettings
+
+T = TypeVar("T")
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+DEFAULT_PROMPT = "Tell me a story about a rabbit named Clover."
+DATA_DIR = ServiceSettings.model_fields["data_dir"].default
+
+# The mark keeps the lines as they are.
+_EPILOG = "\b\n" + inspect.cleandoc(Exit.__doc__ or "").replace("\n\n", "\n", 1)
+
+app = typer.Typer(
+    name="diffleet",
+    help="Serve diffusion language models: start a fleet, ask a fleet.",
+    epilog=_EPILOG,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+# The flags of these commands belong to the processes that they start.
+_PASS_ON: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+Url = Annotated[str, typer.Option(envvar="DIFFLEET_URL", help="Address of the fleet's api.")]
+RedisUrl = Annotated[
+    str | None, typer.Option(envvar="DIFFLEET_REDIS_URL", help="redis://, rediss:// or unix:// URL of the queue.")
+]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"diffleet {importlib.metadata.version('diffleet')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    del version
+    # What goes wrong is told by the commands; libraries that log it as well would only repeat it.
+    logging.getLogger().addHandler(logging.NullHandler())
+
+
+@app.command()
+def up(
+    host: Annotated[str, typer.Option(envvar="DIFFLEET_HOST", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(envvar="DIFFLEET_PORT", min=0, max=65_535, help="Port of the api; 0: any free one.")
+    ] = 8000,
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Worker processes.")] = 1,
+    model: Annotated[
+        str, typer.Option(envvar="DIFFLEET_MODEL", help="Name of a bundled model, or folder of a checkpoint.")
+    ] = "demo",
+    model_name: Annotated[
+        str | None, typer.Option(envvar="DIFFLEET_MODEL_NAME", help="Name that requests ask for.")
+    ] = None,
+    redis_url: RedisUrl = None,
+    data_dir: Annotated[
+        Path, typer.Option(envvar="DIFFLEET_DATA_DIR", help="Where the embedded server and the logs live.")
+    ] = DATA_DIR,
+    prompt: Annotated[str, typer.Option(help="Answered once at the start; empty: none.")] = DEFAULT_PROMPT,
+    start_timeout: Annotated[float, typer.Option(min=1.0, help="Seconds until everything must be ready.")] = 180.0,
+    drain_s: Annotated[
+        float, typer.Option(envvar="DIFFLEET_DRAIN_S", min=0.0, help="Seconds to finish running requests at the end.")
+    ] = 10.0,
+) -> None:
+    """Start a whole fleet on this machine, answer one prompt, serve until Ctrl-C.
+
+    A Redis server of its own is started unless --redis-url names one. Workers take further options from the
+    environment (`diffleet worker --help` lists them). A second Ctrl-C does not wait for running requests.
+    """
+    from shared.cli.local_fleet import LocalFleetOptions, free_port
+    from shared.cli.up import serve
+
+    options = LocalFleetOptions(
+        host=host,
+        port=port or free_port(host),
+        workers=workers,
+        model=_known_model(model),
+        model_name=model_name,
+        redis_url=redis_url,
+        data_dir=data_dir.expanduser().resolve(),
+        start_timeout_s=start_timeout,
+        drain_s=drain_s,
+    )
+    _run(serve(options, prompt))
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to ask; '-' reads it from standard input.")],
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show the canvas while it is denoised.")] = False,
+    url: Url = DEFAULT_URL,
+    redis_url: Annotated[
+        str | None, typer.Option(help="Submit through this Redis instead of the api: redis:// or unix:// URL.")
+    ] = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Which model; unset: the fleet's first.")] = None,
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", "-n", min=1, help="Most tokens to make.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="0 takes the most probable tokens.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Same seed, same answer.")] = None,
+    threshold: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="Accept tokens at least this probable.")
+    ] = None,
+    block_length: Annotated[int | None, typer.Option(min=1, help="Positions denoised together.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it stands: no chat template.")] = False,
+) -> None:
+    """Ask a running fleet, and print the answer.
+
+    With --watch, masks and tokens, coloured by confidence, are drawn on standard error while they change, if that is a
+    terminal. The answer is printed once, on standard output.
+    """
+    question = Question(
+        prompt=_stdin() if prompt == "-" else prompt,
+        model=model,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        threshold=threshold,
+        block_length=block_length,
+        raw=raw,
+    )
+    _run(_generate(question, watch, url, redis_url))
+
+
+async def _generate(question: Question, watch: bool, url: str, redis_url: str | None) -> None:
+    from shared.cli import http_fleet, redis_fleet
+    from shared.cli.answer import show_answer
+
+    answer = (
+        http_fleet.ask(url, question, frames=watch)
+        if redis_url is None
+        else redis_fleet.ask(redis_url, question, frames=watch)
+    )
+    async with answer as states:
+        await show_answer(states, watch=watch)
+
+
+@app.command(context_settings=_PASS_ON)
+def api(context: typer.Context) -> None:
+    """Run the HTTP api alone (`python -m api`); its own options follow: `diffleet api --help`."""
+    _become("api", context.args)
+
+
+@app.command(context_settings=_PASS_ON)
+def worker(context: typer.Context) -> None:
+    """Run one worker alone (`python -m worker`); its own options follow: `diffleet worker --help`."""
+    _become("worker", context.args)
+
+
+@app.command()
+def models(url: Url = DEFAULT_URL) -> None:
+    """List the bundled models, and those of the fleet if one answers."""
+    from shared.cli.tables import print_models
+
+    _run(print_models(url))
+
+
+@app.command(name="eval")
+def evaluation(
+    model: Annotated[str, typer.Argument(help="Name of a bundled model.")] = "demo",
+) -> None:
+    """Print how a bundled model did on its held-out tasks."""
+    from shared.cli.tables import print_evaluation
+
+    with _reporting():
+        print_evaluation(model)
+
+
+def _known_model(model: str) -> str:
+    """Return the model as the worker takes it: a bundled name, or a folder made absolute."""
+    from shared.cli.bundled import bundled_models
+
+    bundled = bundled_models()
+    if model in bundled:
+        return model
+    folder = Path(model).expanduser()
+    if not (folder / "config.json").is_file():
+        names = ", ".join(bundled) or "none here"
+        what = "has no config.json" if folder.is_dir() else "is neither a folder nor a bundled model"
+        raise typer.BadParameter(f"{model!r} {what} (bundled: {names})", param_hint="--model")
+    return str(folder.resolve())
+
+
+def _become(module: str, args: list[str]) -> None:
+    if importlib.util.find_spec(module) is None:
+        print(f"diffleet: the package {module!r} is not installed: pip install 'diffleet[{module}]'", file=sys.stderr)
+        raise typer.Exit(Exit.USAGE)
+    os.execv(sys.executable, [sys.executable, "-P", "-m", module, *args])
+
+
+def _stdin() -> str:
+    try:
+        return sys.stdin.buffer.read().decode().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"standard input is not UTF-8: {error.reason}", param_hint="prompt") from error
+
+
+@contextlib.contextmanager
+def _reporting() -> Generator[None]:
+    """Turn what ends a command into a message on stderr and an exit code."""
+    try:
+        yield
+    except Stop as stop:
+        sys.stdout.flush()
+        print(f"diffleet: {stop}", file=sys.stderr)
+        for line in stop.details:
+            print(f"    {line}", file=sys.stderr)
+        raise typer.Exit(stop.exit_code) from None
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        raise typer.Exit(Exit.INTERRUPTED) from None
+    except BrokenPipeError:
+        # Whoever read our output has had enough; Python must not complain about it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(128 + signal.SIGPIPE) from None
+
+
+def _run(work: Coroutine[Any, Any, T]) -> None:
+    with _reporting():
+        try:
+            asyncio.run(work)
+        except BaseExceptionGroup as group:
+            # A task group wraps what ended it; a Stop inside is the message to show.
+            stops, others = group.split(Stop)
+            if stops is None or others is not None:
+                raise
+            raise _first(stops) from None
+
+
+def _first(group: BaseExceptionGroup[Stop]) -> Stop:
+    leaf: BaseException = group
+    while isinstance(leaf, BaseExceptionGroup):
+        leaf = leaf.exceptions[0]
+    assert isinstance(leaf, Stop)
+    return leaf

@@ -1,0 +1,72 @@
+"""The report that ships beside a bundled model (`eval.json`), read and laid out as a table."""
+
+from collections.abc import Iterator
+
+from pydantic import BaseModel, ConfigDict
+from rich.table import Table
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class Score(_Part):
+    """`tokens_per_forward` counts tokens of the answer only; `unclosed` the answers that did not end by themselves."""
+
+    accuracy: float
+    tokens_per_forward: float
+    unclosed: int
+
+
+class Entry(_Part):
+    """One task, group or all of them: accepted by confidence threshold, and one token at a time."""
+
+    items: int
+    threshold: Score
+    sequential: Score
+
+
+class Training(_Part):
+    device: str
+    seconds: float
+
+
+class Evaluation(_Part):
+    model: str
+    date: str
+    device: str
+    training: Training | None = None
+    tasks: dict[str, Entry]
+    groups: dict[str, Entry]
+    overall: Entry
+
+
+def evaluation_table(evaluation: Evaluation) -> Table:
+    """Return one row for each task, then for each group, then for all."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("task")
+    table.add_column("items", justify="right")
+    for mode in ("threshold", "one a step"):
+        table.add_column(f"{mode}: right", justify="right")
+        table.add_column("tokens/forward", justify="right")
+    for section, rows in (("tasks", evaluation.tasks), ("groups", evaluation.groups)):
+        for name, entry in rows.items():
+            table.add_row(name if section == "tasks" else f"all {name}", *_cells(entry))
+        table.add_section()
+    table.add_row("everything", *_cells(evaluation.overall))
+    return table
+
+
+def provenance(evaluation: Evaluation) -> str:
+    """Return when and on what the figures were measured, and what the model was trained on."""
+    text = f"{evaluation.model}: measured {evaluation.date} on {evaluation.device}, on items that training never saw"
+    if evaluation.training is not None:
+        text += f"; trained {evaluation.training.seconds:.0f} s on {evaluation.training.device}"
+    return text
+
+
+def _cells(entry: Entry) -> Iterator[str]:
+    yield str(entry.items)
+    for score in (entry.threshold, entry.sequential):
+        yield f"{100 * score.accuracy:.1f} %"
+        yield f"{score.tokens_per_forward:.2f}"

@@ -1,0 +1,320 @@
+"""One machine's fleet: a Redis server, the api and workers as child processes, watched until they are told to stop.
+
+The order is server, api and workers up; workers (they drain), api, server down. A child that dies while serving is
+started again after a growing pause, a bounded number of times. Everything that the fleet writes lies in one data
+folder, which one fleet at a time may use.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable, Generator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from shared.cli.children import Child, Recipe, describe_exit, flags_of, restart_delay_s
+from shared.cli.exits import Exit, Stop
+from shared.cli.progress import Reporter
+from shared.embedded import EmbeddedServer, EmbeddedServerError
+
+_POLL_S = 0.05
+_PROBE_TIMEOUT_S = 2.0
+_STABLE_S = 60.0
+_MAX_FAILURES = 5
+_API_DRAIN_S = 2.0
+_STOP_SPARE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFleetOptions:
+    """What `diffleet up` was asked for. `redis_url` None means the embedded server."""
+
+    host: str
+    port: int
+    workers: int
+    model: str
+    model_name: str | None
+    redis_url: str | None
+    data_dir: Path
+    start_timeout_s: float
+    drain_s: float
+
+    @property
+    def served_name(self) -> str:
+        """The name that requests ask for, as the worker derives it."""
+        return self.model_name or Path(self.model).name
+
+    @property
+    def url(self) -> str:
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+
+@dataclass(slots=True)
+class _Member:
+    """A child, who must say when it is ready, and how often in a row it has died."""
+
+    recipe: Recipe
+    log: Path
+    ready: Callable[[], Awaitable[bool]]
+    child: Child | None = None
+    failures: int = 0
+    started: float = field(default_factory=time.monotonic)
+
+
+class LocalFleet:
+    """`async with LocalFleet(options, reporter) as fleet` serves; `await fleet.watch()` inside keeps it so."""
+
+    def __init__(self, options: LocalFleetOptions, reporter: Reporter) -> None:
+        self._options = options
+        self._reporter = reporter
+        self._server: EmbeddedServer | None = None
+        self._members: list[_Member] = []
+        self._exit = contextlib.ExitStack()
+        self.stopping = False
+
+    async def __aenter__(self) -> "LocalFleet":
+        """Start everything; raises `Stop` with nothing left running."""
+        self._exit.enter_context(exclusive(self._options.data_dir, self._options.url))
+        try:
+            check_port(self._options.host, self._options.port)
+            await self._start()
+        except BaseException:
+            await self._stop()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stop()
+
+    @property
+    def logs(self) -> Path:
+        return self._options.data_dir / "logs"
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the children, the api first; those of the last ones once they have ended."""
+        return [member.child.pid for member in self._members if member.child is not None]
+
+    def kill(self) -> None:
+        """Cut every pending stop short."""
+        for member in self._members:
+            if member.child is not None:
+                member.child.signal(signal.SIGKILL)
+
+    async def watch(self) -> None:
+        """Restart what dies, until cancelled; raises `Stop` when a member fails too often in a row."""
+        async with asyncio.TaskGroup() as tasks:
+            for member in self._members:
+                tasks.create_task(self._keep_alive(member))
+            if self._server is not None:
+                tasks.create_task(self._keep_server(self._server))
+
+    async def _start(self) -> None:
+        redis_url = self._options.redis_url
+        if redis_url is None:
+            with self._reporter.phase("starting the embedded server", "embedded server ready"):
+                redis_url = self._start_server()
+        self._members = self._plan(redis_url)
+        for member in self._members:
+            await self._spawn(member)
+        deadline = time.monotonic() + self._options.start_timeout_s
+        for member in self._members:
+            name = member.recipe.name
+            with self._reporter.phase(f"starting {name}", f"{name} ready"):
+                await self._until_ready(member, deadline)
+
+    def _start_server(self) -> str:
+        # Blocks the event loop on purpose: a signal in between would leave a server that nobody knows.
+        server = EmbeddedServer(self._options.data_dir)
+        try:
+            server.start()
+        except EmbeddedServerError as error:
+            raise Stop(Exit.NOT_STARTED, f"the embedded server did not start: {error}") from error
+        self._server = server
+        return server.url
+
+    def _plan(self, redis_url: str) -> list[_Member]:
+        options = self._options
+        # By the environment, not by flags: a URL may hold a password, and everyone can read a command line.
+        env = [
+            ("DIFFLEET_REDIS_URL", redis_url),
+            ("DIFFLEET_DATA_DIR", str(options.data_dir)),
+            ("DIFFLEET_LOG_FORMAT", os.environ.get("DIFFLEET_LOG_FORMAT", "text")),
+        ]
+        if self._server is not None:
+            # Credentials in the environment are for some other Redis.
+            env += [("DIFFLEET_REDIS_USERNAME", ""), ("DIFFLEET_REDIS_PASSWORD", "")]
+        # The workers have had their time before the api is stopped: what is open then would only wait.
+        api_flags = {"host": options.host, "port": options.port, "drain-s": min(_API_DRAIN_S, options.drain_s)}
+        api = Recipe("api", "api", tuple(flags_of(api_flags)), tuple(env))
+        members = [_Member(api, self.logs / "api.log", self._api_ready)]
+        for number in range(1, options.workers + 1):
+            ready_file = options.data_dir / f"worker-{number}.ready"
+            ready_file.unlink(missing_ok=True)
+            flags = {
+                "model": options.model,
+                "model-name": options.model_name,
+                "ready-file": ready_file,
+                "drain-s": options.drain_s,
+            }
+            if options.workers > 1:
+                flags["threads"] = max(1, (os.cpu_count() or 1) // options.workers)
+            recipe = Recipe(f"worker {number}", "worker", tuple(flags_of(flags)), tuple(env))
+            members.append(_Member(recipe, self.logs / f"worker-{number}.log", _exists(ready_file)))
+        return members
+
+    async def _spawn(self, member: _Member) -> Child:
+        member.child = await Child.start(member.recipe, member.log)
+        member.started = time.monotonic()
+        return member.child
+
+    async def _api_ready(self) -> bool:
+        """True once the api answers for itself; that a worker serves is each worker's own to say."""
+        try:
+            async with httpx.AsyncClient(trust_env=False, timeout=_PROBE_TIMEOUT_S) as client:
+                return (await client.get(f"{self._options.url}/health/live")).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    async def _until_ready(self, member: _Member, deadline: float) -> None:
+        while True:
+            for other in self._members:
+                child = other.child
+                if child is not None and child.exit_code is not None:
+                    raise _failed(child, describe_exit(child.exit_code))
+            if await member.ready():
+                return
+            if time.monotonic() > deadline:
+                assert member.child is not None
+                seconds = self._options.start_timeout_s
+                raise _failed(member.child, f"was not ready after {seconds:.0f} s (--start-timeout)")
+            await asyncio.sleep(_POLL_S)
+
+    async def _keep_alive(self, member: _Member) -> None:
+        while True:
+            assert member.child is not None
+            child = member.child
+            how = describe_exit(await child.wait())
+            lasted = time.monotonic() - member.started
+            member.failures = 1 if lasted > _STABLE_S else member.failures + 1
+            if member.failures > _MAX_FAILURES:
+                raise _failed(child, f"{how}, {member.failures} times in a row", Exit.FAILED)
+            delay = restart_delay_s(member.failures)
+            self._reporter.line(f"{member.recipe.name} {how}; restarting in {delay:.1f} s (log: {member.log})")
+            await asyncio.sleep(delay)
+            await self._spawn(member)
+            # A member that comes up broken ends by itself and is met here again; one that hangs is given up as well.
+            await self._until_ready_again(member)
+
+    async def _until_ready_again(self, member: _Member) -> None:
+        child = member.child
+        assert child is not None
+        deadline = time.monotonic() + self._options.start_timeout_s
+        while child.exit_code is None:
+            if await member.ready():
+                self._reporter.line(f"{member.recipe.name} ready again")
+                return
+            if time.monotonic() > deadline:
+                child.signal(signal.SIGKILL)
+                return
+            await asyncio.sleep(_POLL_S)
+
+    async def _keep_server(self, server: EmbeddedServer) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            if server.running:
+                continue
+            self._reporter.line("the embedded server is gone; restarting it")
+            try:
+                server.start()
+            except EmbeddedServerError as error:
+                raise Stop(Exit.FAILED, f"the embedded server did not come back: {error}") from error
+
+    async def _stop(self) -> None:
+        """Workers first: they hand back over the server what they cannot finish. Then the api, then the server."""
+        self.stopping = True
+        api, workers = self._members[:1], self._members[1:]
+        for members, name, grace_s in (
+            (workers, "workers", self._options.drain_s + _STOP_SPARE_S),
+            (api, "api", _API_DRAIN_S + _STOP_SPARE_S),
+        ):
+            alive = [m.child for m in members if m.child is not None and m.child.exit_code is None]
+            if alive:
+                with self._reporter.phase(f"stopping {name}", f"{name} stopped"):
+                    await asyncio.gather(*(child.stop(grace_s) for child in alive))
+        for member in workers:
+            with contextlib.suppress(FileNotFoundError):
+                (self._options.data_dir / f"{member.recipe.name.replace(' ', '-')}.ready").unlink()
+        if self._server is not None:
+            with self._reporter.phase("stopping the embedded server", "embedded server stopped"):
+                self._server.stop()
+        self._exit.close()
+
+
+def _exists(path: Path) -> Callable[[], Awaitable[bool]]:
+    async def ready() -> bool:
+        return path.exists()
+
+    return ready
+
+
+def _failed(child: Child, how: str, exit_code: Exit = Exit.NOT_STARTED) -> Stop:
+    lines = child.last_lines() or ["(it wrote nothing)"]
+    return Stop(exit_code, f"{child.recipe.name} {how}; the end of {child.log}:", tuple(lines))
+
+
+@contextlib.contextmanager
+def exclusive(data_dir: Path, url: str) -> Generator[None]:
+    """Hold the data folder for this process; raises `Stop` if another one does. Ends with the process at the latest."""
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = (data_dir / "up.lock").open("a+")
+    except OSError as error:
+        raise Stop(Exit.NOT_STARTED, f"cannot write in the data folder {data_dir}: {error.strerror}") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.seek(0)
+            holder = lock.read().strip() or "unknown"
+            raise Stop(
+                Exit.NOT_STARTED,
+                f"another `diffleet up` ({holder}) uses {data_dir}; stop it, or give this one its own --data-dir",
+            ) from error
+        lock.seek(0)
+        lock.truncate()
+        lock.write(f"process {os.getpid()}, {url}\n")
+        lock.flush()
+        try:
+            yield
+        finally:
+            lock.seek(0)
+            lock.truncate()
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise `Stop` if nothing can listen at host:port, before anything is started for it."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise Stop(
+            Exit.NOT_STARTED, f"cannot listen on {host} port {port}: {error.strerror or error}; choose another --port"
+        ) from error
+
+
+def free_port(host: str) -> int:
+    """Return a port that was free a moment ago."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.bind(address)
+        return probe.getsockname()[1]

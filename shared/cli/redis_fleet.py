@@ -1,0 +1,96 @@
+"""A fleet behind its Redis, without an api: submit, follow, and abort what is left unfinished."""
+
+import contextlib
+from collections.abc import AsyncGenerator, Callable
+
+from shared.cli.canvas import Canvas, Cell
+from shared.cli.exits import Exit, Stop
+from shared.cli.question import Question
+from shared.client import FleetClient, FleetUnavailable, PromptTooLong, QueueFull, UnknownModel
+from shared.commands import Generate, Limits, Preview, Sampling
+from shared.decoding import Threshold
+from shared.events import Delta, Event, Failed, Finished, Queued, Snapshot, Started
+from shared.settings import ServiceSettings
+
+
+@contextlib.asynccontextmanager
+async def ask(redis_url: str, question: Question, *, frames: bool) -> AsyncGenerator[AsyncGenerator[Canvas]]:
+    """Yield the growing answer; `frames` asks for the canvas between commits too. Raises `Stop`."""
+    try:
+        client = FleetClient.connect(ServiceSettings(redis_url=redis_url).redis_url)
+    except ValueError as error:
+        raise Stop(Exit.USAGE, f"--redis-url: {error}") from error
+    try:
+        async with client as fleet:
+            command = await _command(fleet, question, frames)
+            tokenizer = await fleet.tokenizer(await fleet.card(command.model))
+            events = fleet.run(command, previews=frames)
+            async with contextlib.aclosing(
+                _states(fleet, command, events, lambda one: tokenizer.decode([one]))
+            ) as states:
+                yield states
+    except FleetUnavailable as error:
+        raise Stop(Exit.UNREACHABLE, f"no Redis answers at the given --redis-url: {error}") from error
+    except (UnknownModel, PromptTooLong) as error:
+        raise Stop(Exit.REFUSED, str(error)) from error
+    except QueueFull as error:
+        raise Stop(Exit.FAILED, str(error)) from error
+
+
+async def _command(fleet: FleetClient, question: Question, frames: bool) -> Generate:
+    model = question.model
+    if model is None:
+        names = await fleet.models()
+        if not names:
+            raise Stop(Exit.REFUSED, "no worker has announced a model at this Redis yet")
+        model = names[0]
+    command = await fleet.command(
+        model,
+        question.prompt if question.raw else [{"role": "user", "content": question.prompt}],
+        sampling=Sampling(),
+        temperature=question.temperature,
+        seed=question.seed,
+        limits=Limits(),
+        max_tokens=question.max_tokens,
+        decoding=None if question.threshold is None else Threshold(threshold=question.threshold),
+        preview=Preview() if frames else None,
+        lane="rt",
+    )
+    return command.model_copy(update={"block_length": question.block_length})
+
+
+async def _states(
+    fleet: FleetClient, command: Generate, events: AsyncGenerator[Event], spell: Callable[[int], str]
+) -> AsyncGenerator[Canvas]:
+    canvas, ended = Canvas(), False
+    try:
+        async with contextlib.aclosing(events):
+            async for event in events:
+                ended = isinstance(event, Finished | Failed)
+                canvas = after(canvas, event, spell)
+                yield canvas
+    finally:
+        if not ended:
+            await fleet.abort(command.id, "the terminal left")
+
+
+def after(canvas: Canvas, event: Event, spell: Callable[[int], str]) -> Canvas:
+    """Return the canvas after an event; raises `Stop` if the request has failed. `spell` gives the text of a token."""
+    match event:
+        case Queued() | Started():
+            return canvas
+        case Snapshot():
+            confidence = [*event.confidence, *[0.0] * len(event.token_ids)]
+            cells = (
+                Cell(None if token_id is None else spell(token_id), sure)
+                for token_id, sure in zip(event.token_ids, confidence, strict=False)
+            )
+            return canvas.denoised(tuple(cells), event.step, event.nfe)
+        case Delta():
+            return canvas.committed(event.text, len(event.token_ids), event.nfe)
+        case Finished():
+            return canvas.finished(event.detail, event.usage.completion_tokens, event.usage.nfe)
+        case Failed():
+            code = Exit.REFUSED if event.code in {"invalid_request", "unsupported", "too_long"} else Exit.FAILED
+            field = f" ({event.param})" if event.param else ""
+            raise Stop(code, f"{event.message}{field}")

@@ -1,0 +1,89 @@
+"""`diffleet up`: start a local fleet, answer one prompt, tell how to use it, serve until a signal."""
+
+import asyncio
+import json
+import signal
+import sys
+import time
+
+from shared.cli.answer import show_answer
+from shared.cli.exits import Stop
+from shared.cli.http_fleet import ask
+from shared.cli.local_fleet import LocalFleet, LocalFleetOptions
+from shared.cli.progress import Reporter
+from shared.cli.question import Question
+
+_EXAMPLE = "What is 12 + 30?"
+
+
+async def serve(options: LocalFleetOptions, prompt: str) -> None:
+    """Serve until SIGINT, SIGTERM or SIGHUP, then stop in order; a second signal stops at once.
+
+    Raises `Stop` if the fleet cannot start or cannot be kept alive.
+    """
+    started = time.monotonic()
+    reporter = Reporter(sys.stderr)
+    fleet = LocalFleet(options, reporter)
+    with _Signals(fleet) as signals:
+        try:
+            async with fleet:
+                if prompt:
+                    await _answer(options, prompt, reporter)
+                print(welcome(options), flush=True)
+                reporter.line(f"serving after {time.monotonic() - started:.1f} s; Ctrl-C stops")
+                await fleet.watch()
+        except asyncio.CancelledError:
+            if not signals.received:
+                raise
+            reporter.line("stopped")
+
+
+async def _answer(options: LocalFleetOptions, prompt: str, reporter: Reporter) -> None:
+    """Show one answer. A fleet that serves but cannot answer this prompt goes on serving."""
+    reporter.line(f"> {prompt}")
+    try:
+        async with ask(options.url, Question(prompt, model=options.served_name, max_tokens=256), frames=True) as states:
+            await show_answer(states, watch=True)
+    except Stop as problem:
+        reporter.line(f"the first prompt was not answered: {problem}")
+
+
+def welcome(options: LocalFleetOptions) -> str:
+    """Return what a newcomer needs next: addresses and commands that can be pasted."""
+    body = json.dumps({"model": options.served_name, "messages": [{"role": "user", "content": _EXAMPLE}]})
+    where = "" if options.url == "http://127.0.0.1:8000" else f" --url {options.url}"
+    return f"""
+Diffleet serves {options.served_name} at {options.url}   docs: {options.url}/docs   logs: {options.data_dir / "logs"}
+
+  curl {options.url}/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{body}'
+  diffleet generate --watch{where} "{_EXAMPLE}"
+"""
+
+
+class _Signals:
+    """While entered: the first signal cancels the current task, the next one kills what is still stopping."""
+
+    _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self, fleet: LocalFleet) -> None:
+        self.received = False
+        self._fleet = fleet
+
+    def __enter__(self) -> "_Signals":
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        for number in self._NUMBERS:
+            self._loop.add_signal_handler(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in self._NUMBERS:
+            self._loop.remove_signal_handler(number)
+
+    def _receive(self) -> None:
+        if self.received or self._fleet.stopping:
+            self._fleet.kill()
+        elif self._task is not None:
+            self._task.cancel()
+        self.received = True

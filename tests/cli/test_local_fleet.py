@@ -1,0 +1,193 @@
+"""The supervisor of one machine's fleet, over stand-ins for the api and the worker that only start, log and stop."""
+
+import asyncio
+import contextlib
+import dataclasses
+import io
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from shared.cli.exits import Exit, Stop
+from shared.cli.local_fleet import LocalFleet, LocalFleetOptions, check_port, exclusive, free_port
+from shared.cli.progress import Reporter
+
+API = """
+import http.server, os, signal, sys
+def stop(*_):
+    open(os.environ["ORDER"], "a").write("api\\n")
+    os._exit(0)
+signal.signal(signal.SIGTERM, stop)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+WORKER = """
+import os, signal, sys, time
+def stop(*_):
+    open(os.environ["ORDER"], "a").write("worker\\n")
+    os._exit(0)
+signal.signal(signal.SIGTERM, stop)
+mode = os.environ.get("MODE", "")
+if mode == "bad model":
+    print("model folder lacks model.safetensors")
+    sys.exit(3)
+if mode != "never ready":
+    open(sys.argv[sys.argv.index("--ready-file") + 1], "w").close()
+time.sleep(600)
+"""
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, code in {"api": API, "worker": WORKER}.items():
+        (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("ORDER", str(tmp_path / "order"))
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> LocalFleetOptions:
+    return LocalFleetOptions(
+        host="127.0.0.1",
+        port=free_port("127.0.0.1"),
+        workers=2,
+        model="demo",
+        model_name=None,
+        redis_url="redis://127.0.0.1:1/0",
+        data_dir=tmp_path / "data",
+        start_timeout_s=60.0,
+        drain_s=20.0,
+    )
+
+
+@contextlib.asynccontextmanager
+async def watching(fleet: LocalFleet) -> AsyncIterator[asyncio.Task[None]]:
+    task = asyncio.create_task(fleet.watch())
+    try:
+        yield task
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def until(out: io.StringIO, text: str) -> None:
+    async with asyncio.timeout(60):
+        while text not in out.getvalue():
+            await asyncio.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return True
+    return False
+
+
+async def test_everything_starts_and_stops_workers_first(options: LocalFleetOptions, tmp_path: Path) -> None:
+    out = io.StringIO()
+    async with LocalFleet(options, Reporter(out)) as fleet:
+        pids = fleet.pids
+        assert len(pids) == 3 and all(map(alive, pids))
+        assert not (tmp_path / "order").exists()
+    assert not any(map(alive, pids))
+    assert (tmp_path / "order").read_text().split() == ["worker", "worker", "api"]
+    assert not list(options.data_dir.glob("*.ready"))
+    assert "\x1b" not in out.getvalue()
+    for phrase in ("api ready", "worker 1 ready", "worker 2 ready", "workers stopped"):
+        assert phrase in out.getvalue()
+
+
+async def test_a_worker_that_cannot_start_is_shown_with_its_log(
+    options: LocalFleetOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MODE", "bad model")
+    fleet = LocalFleet(options, Reporter(io.StringIO()))
+    with pytest.raises(Stop) as stopped:
+        async with fleet:
+            pass
+    assert stopped.value.exit_code is Exit.NOT_STARTED
+    assert "ended with exit code 3" in str(stopped.value)
+    assert stopped.value.details == ("model folder lacks model.safetensors",)
+    assert not any(map(alive, fleet.pids))
+
+
+async def test_a_worker_that_never_becomes_ready_ends_the_start(
+    options: LocalFleetOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MODE", "never ready")
+    impatient = dataclasses.replace(options, start_timeout_s=1.0)
+    fleet = LocalFleet(impatient, Reporter(io.StringIO()))
+    with pytest.raises(Stop, match="not ready after 1 s"):
+        async with fleet:
+            pass
+    assert not any(map(alive, fleet.pids))
+
+
+async def test_a_killed_worker_is_started_again_and_told(options: LocalFleetOptions) -> None:
+    out = io.StringIO()
+    async with LocalFleet(options, Reporter(out)) as fleet, watching(fleet):
+        api, worker, other = fleet.pids
+        os.kill(worker, signal.SIGKILL)
+        await until(out, "worker 1 ready again")
+        assert "worker 1 was ended by SIGKILL; restarting in 0.5 s" in out.getvalue()
+        assert fleet.pids[0] == api and fleet.pids[2] == other
+        assert fleet.pids[1] != worker and alive(fleet.pids[1])
+
+
+async def test_a_worker_that_keeps_dying_ends_the_fleet(
+    options: LocalFleetOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.cli.local_fleet.restart_delay_s", lambda failures: 0.0)
+    async with LocalFleet(options, Reporter(io.StringIO())) as fleet:
+        monkeypatch.setenv("MODE", "bad model")
+        watch = asyncio.create_task(fleet.watch())
+        os.kill(fleet.pids[1], signal.SIGKILL)
+        with pytest.raises(ExceptionGroup) as group:
+            async with asyncio.timeout(60):
+                await watch
+    (stop,) = group.value.exceptions
+    assert isinstance(stop, Stop) and stop.exit_code is Exit.FAILED
+    assert "6 times in a row" in str(stop)
+    assert not any(map(alive, fleet.pids))
+
+
+async def test_a_second_fleet_on_the_same_data_says_who_holds_it(options: LocalFleetOptions) -> None:
+    with exclusive(options.data_dir, options.url):
+        with pytest.raises(Stop, match=rf"another `diffleet up` \(process {os.getpid()}, {options.url}\)"):
+            async with LocalFleet(options, Reporter(io.StringIO())):
+                pass
+    with exclusive(options.data_dir, options.url):
+        pass
+
+
+async def test_a_port_in_use_is_refused_before_anything_starts(options: LocalFleetOptions) -> None:
+    with socket.create_server(("127.0.0.1", options.port)):
+        fleet = LocalFleet(options, Reporter(io.StringIO()))
+        with pytest.raises(Stop, match=f"port {options.port}.*in use"):
+            async with fleet:
+                pass
+    assert fleet.pids == []
+    check_port("127.0.0.1", options.port)
+
+
+def test_a_data_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Stop, match="cannot write in the data folder"), exclusive(tmp_path / "file" / "data", "url"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("127.0.0.1", "http://127.0.0.1:80"), ("0.0.0.0", "http://127.0.0.1:80"), ("::", "http://[::1]:80")],
+)
+def test_the_url_is_one_that_can_be_asked(options: LocalFleetOptions, host: str, url: str) -> None:
+    assert dataclasses.replace(options, host=host, port=80).url == url
