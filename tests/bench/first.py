@@ -1,0 +1,62 @@
+"""Latency of the path: from submit to the first event, over one denoise step of the engine alone.
+
+The first event of a stream is its first committed block or, with previews, the first denoise step's snapshot; the
+latter is the fairer yardstick, for it needs exactly one step.
+"""
+
+import asyncio
+import os
+import statistics
+import time
+
+from shared.commands import Limits, Preview
+from shared.events import Snapshot
+from tests.bench.load import engine, fleet, post, prompts, show
+from worker.loop import EngineLoop
+
+ROUNDS = 30
+
+
+async def step_alone(loop: EngineLoop, prompt: str) -> float:
+    """Return the seconds to the first snapshot in process."""
+    began = time.perf_counter()
+    limits = Limits(max_tokens=64, ignore_eos=True)
+    stream = loop.generate_stream(prompt, limits=limits, preview=Preview(interval_ms=0))
+    took = 0.0
+    async for event in stream:
+        if isinstance(event, Snapshot):
+            took = time.perf_counter() - began
+            break
+    await stream.aclose()
+    return took
+
+
+async def first_event(url: str, prompt: str) -> float:
+    """Return the seconds to the first event over HTTP."""
+    body = {"prompt": prompt, "max_tokens": 64, "ignore_eos": True, "temperature": 0}
+    began = time.perf_counter()
+    async with post(url, "/generate", {**body, "stream": True, "stream_mode": "denoise"}) as lines:
+        async for line in lines:
+            if line.startswith(b"data: "):
+                return time.perf_counter() - began
+    raise RuntimeError("the stream ended without an event")
+
+
+async def main() -> None:
+    model = os.environ.get("DIFFLEET_MODEL", "demo")
+    async with fleet(model) as served, engine(model) as loop:
+        url = served.url
+        prompt = prompts(loop, 1)[0]
+        alone: list[float] = []
+        path: list[float] = []
+        for _ in range(ROUNDS):
+            alone.append(1000 * await step_alone(loop, prompt))
+            await asyncio.sleep(0.05)
+            path.append(1000 * await first_event(url, prompt))
+            await asyncio.sleep(0.05)
+    step, first = statistics.median(alone), statistics.median(path)
+    show("submit to first event, ms (median)", ["engine step", "path", "ratio"], [[step, first, first / step]])
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
