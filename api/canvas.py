@@ -14,7 +14,7 @@ def canvas_fields(event: Snapshot, tokenizer: Tokenizer, prompt_tokens: int) -> 
     """Return what both native and chat streams say of a snapshot.
 
     `token_offset` counts from the first produced token; `absolute_start` and `absolute_end` from the first of the
-    prompt.
+    prompt. `tokens` is the text of each position by itself, None where masked.
     """
     return {
         "token_offset": event.offset,

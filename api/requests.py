@@ -142,6 +142,6 @@ def _strategy(options: DiffusionOptions) -> str | None:
     alias = "low_confidence_static" if options.remasking == "low_confidence" else options.remasking
     if options.strategy and alias and options.strategy != alias:
         raise invalid(
-            "diffusion.remasking", f"diffusion.strategy is {options.strategy} and remasking says {alias}; send one"
+            "diffusion.remasking", f"diffusion.strategy is {options.strategy} and diffusion.remasking {alias}; send one"
         )
     return options.strategy or alias

@@ -148,7 +148,7 @@ class GenerationBody(_Body):
     top_k: int | None = Field(default=None, ge=-1, description="0 or -1 keeps all tokens.")
     min_p: float | None = Field(default=None, ge=0.0, le=1.0)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63, description="Unset: a fresh one for each request.")
-    stop: Annotated[list[StopString] | None, BeforeValidator(_as_list), Field(max_length=16)] = None
+    stop: Annotated[Annotated[list[StopString], Field(max_length=16)] | None, BeforeValidator(_as_list)] = None
     stop_token_ids: list[int] | None = Field(default=None, max_length=64)
     ignore_eos: bool | None = None
     max_nfe: int | None = Field(default=None, ge=1, description="Cap on denoising forwards.")
@@ -189,7 +189,7 @@ class ChatMessage(_Body):
 
 class ChatBody(GenerationBody):
     messages: list[ChatMessage] = Field(min_length=1)
-    stop: Annotated[list[StopString] | None, BeforeValidator(_as_list), Field(max_length=4)] = None
+    stop: Annotated[Annotated[list[StopString], Field(max_length=4)] | None, BeforeValidator(_as_list)] = None
     max_completion_tokens: int | None = Field(default=None, ge=1, description="Newer name of max_tokens; wins over it.")
     stream_options: StreamOptions | None = None
 

@@ -1,0 +1,153 @@
+"""Headers, probes, documents: what surrounds the endpoints."""
+
+import logging
+import subprocess
+import sys
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from shared.client import FleetUnavailable
+from tests.api.scripted import Caller, ScriptedFleet, running
+
+
+async def test_every_answer_has_a_request_id(caller: Caller) -> None:
+    answers = [
+        await caller.post("/generate", {"prompt": "x"}),
+        await caller.post("/generate", {"prompt": "x", "stream": True}),
+        await caller.post("/generate", {}),
+        await caller.post("/generate", b"{"),
+        await caller.get("/nope"),
+        await caller.get("/health"),
+    ]
+    ids = [answer.headers["x-request-id"] for answer in answers]
+    assert len(set(ids)) == len(ids)
+    assert all(answer.headers["openai-processing-ms"].isdecimal() for answer in answers)
+
+
+@pytest.mark.parametrize(
+    ("sent", "kept"),
+    [("abc-123", True), ("x" * 128, True), ("x" * 129, False), ("a b", False), ("a\x7f", False), ("", False)],
+)
+async def test_a_callers_own_request_id_is_kept_if_it_is_sane(caller: Caller, sent: str, kept: bool) -> None:
+    answer = await caller.get("/health", {"x-request-id": sent})
+    assert (answer.headers["x-request-id"] == sent) == kept
+
+
+async def test_streams_tell_proxies_to_pass_them_on(caller: Caller) -> None:
+    headers = (await caller.post("/generate", {"prompt": "x", "stream": True})).headers
+    assert headers["x-accel-buffering"] == "no"
+    assert "no-cache" in headers["cache-control"]
+    assert "content-length" not in headers
+
+
+async def test_browsers_may_call_and_read_errors(caller: Caller) -> None:
+    origin = {"origin": "https://example.org"}
+    preflight = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    answer = await caller.call("OPTIONS", "/generate", b"", origin | preflight)
+    assert answer.status == 200
+    assert "authorization" in answer.headers["access-control-allow-headers"].lower()
+    for body in ({"prompt": "x", "stream": True}, {}):
+        answer = await caller.post("/generate", body, origin)
+        assert answer.headers["access-control-allow-origin"] == "*"
+        assert "x-request-id" in answer.headers["access-control-expose-headers"]
+
+
+async def test_models_are_listed_and_described_with_slashes_in_their_names(caller: Caller) -> None:
+    listed = (await caller.get("/v1/models")).json()
+    assert listed["object"] == "list"
+    (model,) = listed["data"]
+    assert model["id"] == "org/demo" and model["object"] == "model" and isinstance(model["created"], int)
+    assert (await caller.get("/v1/models/org/demo")).json() == model
+    answer = await caller.get("/v1/models/org/other")
+    assert (answer.status, answer.error["code"]) == (404, "model_not_found")
+
+
+async def test_readiness_needs_redis_and_a_worker_and_no_drain(caller: Caller, fleet: ScriptedFleet) -> None:
+    assert (await caller.get("/health/ready")).json()["workers"] == {"org/demo": 1}
+    fleet.live = 0
+    assert "no worker" in (await unready(caller))["message"]
+    fleet.live, fleet.down = 1, FleetUnavailable("x")
+    assert "queue" in (await unready(caller))["message"]
+    fleet.down = None
+    caller.app.state.services.draining = True
+    assert "shutting down" in (await unready(caller))["message"]
+    assert (await caller.get("/health/live")).status == 200
+    assert (await caller.post("/generate", {"prompt": "x"})).status == 200
+
+
+async def unready(caller: Caller) -> dict[str, str]:
+    ready, health = await caller.get("/health/ready"), await caller.get("/health")
+    assert ready.status == health.status == 503
+    assert ready.headers["retry-after"] == "1"
+    return ready.json()["error"]
+
+
+async def test_a_redis_that_hangs_does_not_hang_the_probe() -> None:
+    import asyncio
+
+    class Hanging(ScriptedFleet):
+        async def ping(self) -> None:
+            await asyncio.sleep(600)
+
+    async with running(Hanging(), health_timeout_s=0.02) as caller:
+        assert (await caller.get("/health/ready")).status == 503
+
+
+async def test_probes_answer_head_requests(caller: Caller) -> None:
+    for path in ("/health", "/health/live", "/health/ready"):
+        assert (await caller.call("HEAD", path, b"", {})).status == 200
+
+
+async def test_the_version_is_told(caller: Caller) -> None:
+    assert (await caller.get("/version")).json()["version"]
+
+
+async def test_metrics_count_and_have_no_label_that_callers_invent(caller: Caller) -> None:
+    await caller.post("/generate", {"prompt": "x", "user": "someone"})
+    await caller.get("/made-up-path")
+    await caller.call("BREW", "/generate", b"", {})
+    text = (await caller.get("/metrics")).body.decode()
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    assert all(sample.name.startswith("diffleet_") for sample in samples)
+    count = {
+        (sample.labels["route"], sample.labels["method"], sample.labels["status"]): sample.value
+        for sample in samples
+        if sample.name == "diffleet_http_requests_total"
+    }
+    assert count == {
+        ("/generate", "POST", "200"): 1,
+        ("unmatched", "GET", "404"): 1,
+        ("/generate", "other", "405"): 1,
+    }
+    values = {sample.name: sample.value for sample in samples}
+    assert values["diffleet_prompt_tokens_total"] == 1
+    assert values["diffleet_completion_tokens_total"] == 11
+    assert values["diffleet_forwards_total"] == 6
+    assert "someone" not in text and "made-up" not in text
+
+
+async def test_the_documents_describe_the_bodies(caller: Caller) -> None:
+    assert (await caller.get("/docs")).status == 200
+    document = (await caller.get("/openapi.json")).json()
+    body = document["paths"]["/generate"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert {"prompt", "max_nfe", "stream_mode", "diffusion"} <= set(body["properties"])
+    assert "$ref" not in str(body)
+    assert "messages" in str(document["paths"]["/v1/chat/completions"]["post"]["requestBody"])
+
+
+async def test_the_log_has_one_line_for_a_request(caller: Caller, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "diffleet.api"):
+        await caller.post("/generate", {"prompt": "x"})
+        await caller.get("/health")
+    (record,) = caplog.records
+    assert record.getMessage() == "request finished"
+    assert (record.__dict__["route"], record.__dict__["status"]) == ("/generate", 200)
+
+
+def test_the_front_brings_no_engine_with_it() -> None:
+    program = "import sys, api.app, api.__main__; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
+    listed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    loaded = set(listed.stdout.split())
+    assert "fastapi" in loaded
+    assert loaded.isdisjoint({"torch", "transformers", "worker", "kernels", "triton", "safetensors", "numpy"})
