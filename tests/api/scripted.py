@@ -89,7 +89,7 @@ class ScriptedFleet:
             for step in self.script(command):
                 if isinstance(step, Exception):
                     raise step
-                if isinstance(step, float):
+                if isinstance(step, float | int):
                     await asyncio.sleep(step)
                 else:
                     yield step
