@@ -19,6 +19,9 @@ from shared.telemetry import note
 
 logger = logging.getLogger("diffleet.api")
 
+_MOST_WAITING = 16
+"""Events taken ahead of a slow caller; behind it the subscription drops previews and keeps to the log."""
+
 Progress = Queued | Started | Delta | Snapshot | Finished
 """Every event but `Failed`, which is raised."""
 
@@ -97,8 +100,11 @@ class Follow:
         self._keepalive_s = relay.settings.keepalive_s
         self._deadline = self.began + relay.settings.request_timeout_s + relay.settings.timeout_grace_s
         self._early: deque[Progress] = deque()
-        self._next: asyncio.Task[Event | None] | None = None
-        self._cut: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        self._inbox: deque[Event | Exception] = deque()
+        self._room = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
+        self._cut: Exception | None = None
+        self._pump = asyncio.create_task(self._pump_events())
         self._watch = asyncio.create_task(self._watch_caller(receive))
         self._abort_reason: str | None = "disconnected"
         self._closed = False
@@ -127,8 +133,8 @@ class Follow:
 
     def cut(self, error: Exception) -> None:
         """Make the iteration raise `error` as soon as it has nothing else to give."""
-        if not self._cut.done():
-            self._cut.set_result(error)
+        self._cut = self._cut or error
+        self._wake()
 
     async def aclose(self) -> None:
         if self._closed:
@@ -137,48 +143,71 @@ class Follow:
         self._watch.cancel()
         self._relay.metrics.open_requests.labels(self.command.model).dec()
         await self._relay.forget(self, self._abort_reason)
-        if self._next is not None:
-            self._next.cancel()
-            # What it still had to say interests nobody; gathering takes note of it.
-            await asyncio.gather(self._next, return_exceptions=True)
+        self._pump.cancel()
+        await asyncio.wait({self._pump})
         await self._events.aclose()
 
     async def _wait(self, timeout_s: float) -> Progress | None:
-        if self._next is None:
-            # A task, because a wait that times out must not cancel the generator.
-            self._next = asyncio.create_task(self._pull())
-        left = self._deadline - self.clock()
-        timeout = max(0.0, min(timeout_s, left))
-        await asyncio.wait((self._next, self._cut), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        if self._next.done():
-            task, self._next = self._next, None
-            return self._observe(self._outcome(task))
-        if self._cut.done():
-            raise self._give_up(self._cut.result())
+        if not self._inbox and self._cut is None:
+            await self._sleep(max(0.0, min(timeout_s, self._deadline - self.clock())))
+        if self._inbox:
+            item = self._inbox.popleft()
+            self._room.set()
+            if isinstance(item, Exception):
+                raise self._break_off(item)
+            return self._observe(item)
+        if self._cut is not None:
+            raise self._give_up(self._cut)
         if self.clock() >= self._deadline:
             self._abort_reason = "timeout"
             raise ApiError(504, "timeout", "the request took longer than this server allows")
         return None
 
-    async def _pull(self) -> Event | None:
-        return await anext(self._events, None)
-
-    def _outcome(self, task: "asyncio.Task[Event | None]") -> Event | None:
+    async def _sleep(self, seconds: float) -> None:
+        """Return when something has come, or after `seconds`."""
+        loop = asyncio.get_running_loop()
+        self._waiter = loop.create_future()
+        alarm = loop.call_later(seconds, self._wake)
         try:
-            return task.result()
-        except Exception as error:
-            if isinstance(error, QueueFull):
-                self._abort_reason = None
-            known = of_exception(error)
-            self._count_failure("internal_error" if known is None else known.code)
-            raise
+            await self._waiter
+        finally:
+            alarm.cancel()
+            self._waiter = None
 
-    def _observe(self, event: Event | None) -> Progress:
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _pump_events(self) -> None:
+        """Move events into the inbox, as long as it has room.
+
+        In its own task, because a wait with a timeout must not cancel the generator, and one task for a request is
+        cheaper than one for each event.
+        """
+        try:
+            async for event in self._events:
+                self._inbox.append(event)
+                self._wake()
+                if len(self._inbox) >= _MOST_WAITING:
+                    self._room.clear()
+                    await self._room.wait()
+            self._inbox.append(
+                ApiError(500, "stream_broken", "the events of this request ended before the request did")
+            )
+        except Exception as error:
+            self._inbox.append(error)
+        self._wake()
+
+    def _break_off(self, error: Exception) -> Exception:
+        if isinstance(error, QueueFull):
+            self._abort_reason = None
+        known = of_exception(error)
+        self._count_failure("internal_error" if known is None else known.code)
+        return error
+
+    def _observe(self, event: Event) -> Progress:
         metrics, model = self._relay.metrics, self.command.model
         match event:
-            case None:
-                self._count_failure("stream_broken")
-                raise ApiError(500, "stream_broken", "the events of this request ended before the request did")
             case Failed():
                 self._abort_reason = None
                 self._count_failure(event.code)
