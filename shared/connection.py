@@ -34,6 +34,10 @@ class FleetUnavailable(Exception):
     """Redis cannot be reached, or cannot take a command now."""
 
 
+class OutOfMemory(FleetUnavailable):
+    """Redis takes no new work until some has ended; trying again soon would not help."""
+
+
 class GroupMissing(Exception):
     """The consumer group is gone: Redis has restarted without its data."""
 
@@ -205,6 +209,8 @@ class Link:
         while True:
             try:
                 return await attempt()
+            except OutOfMemory:
+                raise
             except FleetUnavailable:
                 pause = jitter_s(tries)
                 tries += 1
@@ -222,7 +228,7 @@ def translate(error: Exception) -> Exception:
         case Failure.REFUSED:
             return FleetUnavailable(f"Redis refuses commands for now: {error}")
         case Failure.OUT_OF_MEMORY:
-            return FleetUnavailable("Redis is out of memory and takes no new work")
+            return OutOfMemory("Redis is out of memory and takes no new work")
         case Failure.NOGROUP:
             return GroupMissing(str(error))
         case Failure.NOSCRIPT | Failure.OTHER:

@@ -115,6 +115,8 @@ class EmbeddedServer:
 
     def _spawn(self, lock: IO[str]) -> None:
         binary = _binary()
+        if self._process is not None:
+            self._process.wait()  # It is dead, for the lock is ours; take its exit status.
         # A socket without a server behind it: the lock is ours.
         self.socket_path.unlink(missing_ok=True)
         config = self._folder / "valkey.conf"

@@ -76,12 +76,14 @@ class WorkerQueue:
         lease_ms: int = LEASE_MS,
         max_attempts: int = MAX_ATTEMPTS,
         partitions: int = 1,
+        reap_every_ms: int | None = None,
     ) -> None:
         self._link = link
         self._reader = reader
         self._model = model
         self._worker = worker_id
         self._lease_ms = lease_ms
+        self._reap_every_s = (lease_ms / 3 if reap_every_ms is None else reap_every_ms) / 1000
         self._max_attempts = max_attempts
         self._partitions = [_Partition(Keys(partition(model, number))) for number in range(partitions)]
         self._turn = 0
@@ -97,9 +99,16 @@ class WorkerQueue:
         lease_ms: int = LEASE_MS,
         max_attempts: int = MAX_ATTEMPTS,
         partitions: int = 1,
+        reap_every_ms: int | None = None,
     ) -> Self:
-        """Build a queue with its own connections; nothing is sent before the first call."""
-        return cls(Link.open(url), Link.open(url, connections=1), model, worker_id, lease_ms, max_attempts, partitions)
+        """Build a queue with its own connections; nothing is sent before the first call.
+
+        `reap_every_ms`: how often `take` looks for what other workers lost; unset, a third of the lease.
+        """
+        reader = Link.open(url, connections=1)
+        return cls(
+            Link.open(url), reader, model, worker_id, lease_ms, max_attempts, partitions, reap_every_ms=reap_every_ms
+        )
 
     async def take(self, limit: int) -> list[Claim]:
         """Claim up to `limit` requests without waiting, those that other workers lost first.
@@ -227,14 +236,15 @@ class WorkerQueue:
         names += [part.keys.handed_back(), part.keys.rate()]
         limits: list[Argument] = [limit, self._lease_ms, int(reap), self._max_attempts, WIRE_VERSION]
         cursors = [part.cursors[lane] for lane in order]
+        args = [*self._me(part), *limits, *cursors]
         try:
-            claims, cursors = await self._link.run(script("take"), names, [*self._me(part), *limits, *cursors])
+            claims, cursors = await self._link.run(script("take"), names, args)
         except GroupMissing:
             await self._create_groups()
-            return []
+            claims, cursors = await self._link.run(script("take"), names, args)
         part.cursors = {lane: cursor.decode() for lane, cursor in zip(order, cursors, strict=True)}
         if reap:
-            part.reap_at = time.monotonic() + random.uniform(0.75, 1.25) * self._lease_ms / 3000
+            part.reap_at = time.monotonic() + random.uniform(0.75, 1.25) * self._reap_every_s
         return [_claim(reply) for reply in claims]
 
     async def _start(self, part: "_Partition", entries: list["_Entry"], limit: int) -> list[Claim]:

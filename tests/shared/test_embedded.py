@@ -1,0 +1,117 @@
+"""The embedded server: started once, adopted by whoever comes later, its data kept."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shared.connection import open_sync_client
+from shared.embedded import EmbeddedServer, EmbeddedServerError
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="df-"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[EmbeddedServer]:
+    server = EmbeddedServer(folder)
+    yield server
+    server.stop()
+
+
+def test_data_survives_a_stop_and_a_start(server: EmbeddedServer) -> None:
+    assert server.start() is False
+    client = open_sync_client(server.url)
+    client.set("k", "v")
+    client.close()
+    server.stop()
+    assert not server.running
+
+    assert server.start() is False
+    client = open_sync_client(server.url)
+    assert client.get("k") == b"v"
+    assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
+    client.close()
+
+
+def test_a_server_that_outlived_its_program_is_adopted_and_can_be_stopped(server: EmbeddedServer, folder: Path) -> None:
+    program = textwrap.dedent(f"""
+        import os, pathlib, signal
+        from shared.embedded import EmbeddedServer
+        EmbeddedServer(pathlib.Path({str(folder)!r})).start()
+        os.kill(os.getpid(), signal.SIGKILL)
+    """)
+    subprocess.run([sys.executable, "-c", program], timeout=30, cwd=Path(__file__).parents[2])
+    pid = server.pid
+    assert server.running and pid is not None
+
+    assert server.start() is True
+    assert server.pid == pid
+    server.stop()
+    assert not server.running
+    server.stop()
+
+
+def test_the_server_is_not_in_the_process_group_that_ctrl_c_reaches(server: EmbeddedServer) -> None:
+    server.start()
+    assert server.pid is not None
+    assert os.getpgid(server.pid) != os.getpgid(0)
+
+
+def test_a_server_killed_hard_is_started_again_on_its_data(server: EmbeddedServer) -> None:
+    server.start()
+    client = open_sync_client(server.url)
+    client.set("k", "v")
+    client.config_set("appendfsync", "always")
+    client.set("k", "w")
+    client.close()
+    assert server.pid is not None
+    os.kill(server.pid, signal.SIGKILL)
+    while server.running:
+        pass
+
+    assert server.start() is False
+    client = open_sync_client(server.url)
+    assert client.get("k") == b"w"
+    client.close()
+
+
+def test_a_second_server_never_opens_the_same_data_while_the_first_is_deaf(
+    server: EmbeddedServer, folder: Path
+) -> None:
+    server.start()
+    assert server.pid is not None
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(EmbeddedServerError, match="does not answer"):
+            EmbeddedServer(folder).start(timeout_s=0.1)
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+
+
+def test_a_long_data_path_still_gets_a_socket_that_fits(folder: Path) -> None:
+    deep = folder / ("d" * 100)
+    server = EmbeddedServer(deep)
+    assert len(os.fsencode(server.socket_path)) <= 103
+    server.start()
+    try:
+        assert server.running
+    finally:
+        server.stop()
+
+
+def test_a_folder_that_cannot_be_made_is_a_clear_error(folder: Path) -> None:
+    (folder / "file").write_text("")
+    with pytest.raises(EmbeddedServerError, match="cannot write"):
+        EmbeddedServer(folder / "file").start()
