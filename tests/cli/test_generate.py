@@ -1,0 +1,118 @@
+"""`diffleet generate` and its siblings against a live fleet."""
+
+import json
+import socket
+import threading
+
+import pytest
+
+from tests.cli.fleet_process import Up, diffleet
+
+pytestmark = pytest.mark.slow
+
+
+def test_http_and_redis_give_the_same_answer_once(live_fleet: Up) -> None:
+    question = ("Where is the mouse?", "--max-tokens", "12", "--seed", "5", "--temperature", "0.8")
+    over_http = diffleet("generate", *question, "--url", live_fleet.url)
+    over_redis = diffleet("generate", *question, "--redis-url", live_fleet.redis_url)
+    assert (over_http.returncode, over_redis.returncode) == (0, 0), over_http.stderr + over_redis.stderr
+    assert over_http.stdout == over_redis.stdout
+    assert over_http.stdout.strip()
+    assert over_http.stderr == over_redis.stderr == ""
+
+
+def test_watch_on_a_pipe_prints_the_answer_and_its_costs_and_draws_nothing(live_fleet: Up) -> None:
+    question = ("Where?", "--max-tokens", "8", "--url", live_fleet.url)
+    plain, watched = diffleet("generate", *question), diffleet("generate", *question, "--watch")
+    assert watched.stdout == plain.stdout
+    assert "8 tokens" in watched.stderr and "tokens/forward" in watched.stderr
+    assert "\x1b" not in watched.stdout + watched.stderr
+
+
+def test_options_reach_the_model(live_fleet: Up) -> None:
+    common = ("generate", "Where?", "--url", live_fleet.url, "--max-tokens", "16", "--watch")
+    at_once, one_by_one = diffleet(*common, "--threshold", "0"), diffleet(*common, "--threshold", "1")
+    longer = diffleet(*common, "--threshold", "0", "--block-length", "8")
+
+    def forwards(done: str) -> int:
+        return int(done.split(" forwards")[0].rsplit(" ", 1)[1])
+
+    assert forwards(one_by_one.stderr) > forwards(at_once.stderr) > forwards(longer.stderr)
+
+
+@pytest.mark.parametrize("through", ["http", "redis"])
+def test_a_prompt_from_standard_input_is_taken_as_it_stands_if_raw(live_fleet: Up, through: str) -> None:
+    where = ("--url", live_fleet.url) if through == "http" else ("--redis-url", live_fleet.redis_url)
+    common = (*where, "--max-tokens", "12")
+    raw = diffleet("generate", "-", "--raw", *common, stdin="Once upon\n")
+    same = diffleet("generate", "Once upon", "--raw", *common)
+    chat = diffleet("generate", "Once upon", *common)
+    assert raw.returncode == 0 and raw.stdout == same.stdout
+    assert raw.stdout != chat.stdout
+
+
+@pytest.mark.parametrize("through", ["http", "redis"])
+def test_what_the_fleet_refuses_ends_with_4_and_says_why(live_fleet: Up, through: str) -> None:
+    where = ("--url", live_fleet.url) if through == "http" else ("--redis-url", live_fleet.redis_url)
+    unknown = diffleet("generate", "hi", "--model", "nobody", *where)
+    too_long = diffleet("generate", "-", *where, stdin="mouse " * 5000)
+    assert (unknown.returncode, too_long.returncode) == (4, 4), unknown.stderr + too_long.stderr
+    assert "model" in unknown.stderr and "tokens" in too_long.stderr
+    assert unknown.stdout == too_long.stdout == ""
+
+
+def test_no_fleet_ends_with_3_and_says_how_to_start_one() -> None:
+    ended = diffleet("generate", "hi", "--url", "http://127.0.0.1:1")
+    assert ended.returncode == 3
+    assert "no fleet answers at http://127.0.0.1:1" in ended.stderr and "diffleet up" in ended.stderr
+    ended = diffleet("generate", "hi", "--redis-url", "redis://127.0.0.1:1/0")
+    assert ended.returncode == 3
+    assert ended.stderr.startswith("diffleet: no Redis answers")
+
+
+@pytest.mark.parametrize("flags", [("--url", "ftp://x"), ("--redis-url", "http://x"), ("--max-tokens", "0")])
+def test_a_wrong_option_ends_with_2(flags: tuple[str, str]) -> None:
+    ended = diffleet("generate", "hi", *flags)
+    assert ended.returncode == 2
+    assert "Traceback" not in ended.stderr
+
+
+def test_an_answer_that_breaks_off_is_not_taken_for_a_whole_one() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(65_536)
+                chunk = {"choices": [{"delta": {"content": "half an ans"}}]}
+                head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
+                connection.sendall(head + b"data: " + json.dumps(chunk).encode() + b"\n\n")
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        ended = diffleet("generate", "hi", "--url", f"http://127.0.0.1:{server.getsockname()[1]}")
+        thread.join(timeout=30)
+    assert ended.returncode == 1
+    assert ended.stdout == ""
+    assert "ended before the answer did" in ended.stderr
+
+
+def test_models_lists_those_of_the_fleet(live_fleet: Up) -> None:
+    listed = diffleet("models", "--url", live_fleet.url)
+    assert listed.returncode == 0
+    assert f"fleet at {live_fleet.url}: demo" in listed.stdout
+
+
+def test_help_names_every_command_and_exit_code() -> None:
+    told = diffleet("--help")
+    assert told.returncode == 0
+    for word in ("up", "generate", "api", "worker", "models", "eval", "UNREACHABLE", "130"):
+        assert word in told.stdout
+
+
+@pytest.mark.parametrize("process", ["api", "worker"])
+def test_flags_of_the_processes_are_passed_on(process: str) -> None:
+    told = diffleet(process, "--help")
+    assert told.returncode == 0 and "--redis-url" in told.stdout
+    wrong = diffleet(process, "--no-such-flag", "1")
+    assert wrong.returncode == 2 and "no-such-flag" in wrong.stderr

@@ -1,0 +1,164 @@
+"""`diffleet up` from start to end, over a real server, api and worker."""
+
+import contextlib
+import os
+import pty
+import re
+import select
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from tests.cli.fleet_process import Up, diffleet
+from tests.fleet.processes import until
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc"),
+]
+
+
+@pytest.fixture
+def put_down(short_folder: Path) -> Iterator[list[Up]]:
+    started: list[Up] = []
+    yield started
+    for up in started:
+        up.put_down()
+
+
+def test_it_answers_serves_and_leaves_nothing_behind(tiny_model: Path, short_folder: Path, put_down: list[Up]) -> None:
+    up = Up(short_folder, tiny_model, "--prompt", "Once upon a time", "--workers", "2")
+    put_down.append(up)
+    up.wait_serving()
+    assert len(up.family()) == 5  # itself, server, api, two workers
+    assert httpx.get(f"{up.url}/health/ready", trust_env=False).status_code == 200
+    port = urlsplit(up.url).port
+    assert port is not None
+
+    assert up.stop() == 0
+
+    assert until(lambda: up.family() == [], "all processes are gone")
+    assert not up.socket.exists()
+    assert not list(up.data_dir.glob("*.ready"))
+    socket.create_server(("127.0.0.1", port)).close()
+    # Piped: plain text, no drawing, the phases on stderr, answer and addresses on stdout.
+    assert "\x1b" not in up.out + up.err
+    assert re.search(r"embedded server ready.*api ready.*worker 1 ready.*worker 2 ready", up.err, re.S)
+    assert "> Once upon a time" in up.err and "forwards" in up.err
+    answer, _, addresses = up.out.partition("\nDiffleet serves tiny at ")
+    assert answer.strip()
+    assert f"curl {up.url}/v1/chat/completions" in addresses
+    assert re.search(r"workers stopped.*api stopped.*embedded server stopped.*stopped", up.err, re.S)
+
+
+def test_on_a_terminal_the_first_answer_is_drawn_while_it_is_denoised(
+    tiny_model: Path, short_folder: Path, put_down: list[Up]
+) -> None:
+    terminal, other_end = pty.openpty()
+    up = Up(short_folder, tiny_model, "--prompt", "Once upon a time", stderr=other_end)
+    put_down.append(up)
+    os.close(other_end)
+    drawn = bytearray()
+    try:
+        until(lambda: b"Ctrl-C stops" in _read_into(drawn, terminal), "the fleet serves")
+        up.process.send_signal(signal.SIGTERM)
+        until(lambda: _read_into(drawn, terminal) and up.process.poll() is not None, "it ends")
+    finally:
+        os.close(terminal)
+    assert up.process.wait(timeout=60) == 0
+    text = drawn.decode(errors="replace")
+    assert "\x1b[2K" in text
+    assert re.search(r"block \d+ · .*tokens/forward", text)
+    assert "\x1b" not in up.out
+
+
+def _read_into(drawn: bytearray, terminal: int) -> bytearray:
+    if select.select([terminal], [], [], 0.1)[0]:
+        # A terminal whose other end is closed reads as an error, not as the end of a file.
+        with contextlib.suppress(OSError):
+            drawn += os.read(terminal, 65_536)
+    return drawn
+
+
+def test_after_kill_dash_nine_only_the_server_is_left_and_the_next_start_adopts_it(
+    tiny_model: Path, short_folder: Path, put_down: list[Up]
+) -> None:
+    first = Up(short_folder, tiny_model, "--prompt", "")
+    put_down.append(first)
+    first.wait_serving()
+    first.stop(signal.SIGKILL)
+    until(lambda: len(first.family()) == 1, "api and worker end")
+    (server,) = first.family()
+    assert str(server) == (first.data_dir / "valkey" / "valkey.pid").read_text().strip()
+
+    second = Up(short_folder, tiny_model, "--prompt", "")
+    put_down.append(second)
+    second.wait_serving()
+    assert server in second.family()
+    assert second.stop() == 0
+    assert until(lambda: second.family() == [], "all processes are gone")
+
+
+def test_stopping_in_the_middle_of_a_request_leaves_nothing_running(
+    tiny_model: Path, short_folder: Path, put_down: list[Up]
+) -> None:
+    up = Up(short_folder, tiny_model, "--prompt", "", "--drain-s", "0")
+    put_down.append(up)
+    up.wait_serving()
+    body = {"prompt": "Once", "max_tokens": 2000, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{up.url}/generate", json=body, trust_env=False, timeout=60) as response:
+        parts = response.iter_bytes()
+        assert b"append" in next(part for part in parts if b"append" in part)
+        assert up.stop() == 0
+        rest = b"".join(parts)
+    assert rest.endswith(b"data: [DONE]\n\n")
+    assert b'"final"' in rest or b'"error"' in rest
+    assert until(lambda: up.family() == [], "all processes are gone")
+
+
+def test_a_model_folder_without_weights_is_named_and_nothing_is_left(short_folder: Path, tiny_model: Path) -> None:
+    broken = short_folder / "broken"
+    broken.mkdir()
+    for file in tiny_model.iterdir():
+        if file.suffix != ".safetensors":
+            (broken / file.name).write_bytes(file.read_bytes())
+    ended = diffleet("up", "--model", str(broken), "--data-dir", str(short_folder / "data"), "--port", "0")
+    assert ended.returncode == 5
+    assert "worker 1 ended with exit code 3" in ended.stderr
+    assert "safetensors" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not (short_folder / "data" / "valkey" / "valkey.sock").exists()
+
+
+def test_an_unknown_model_is_refused_before_anything_starts(short_folder: Path) -> None:
+    ended = diffleet("up", "--model", "no-such-model", "--data-dir", str(short_folder / "data"))
+    assert ended.returncode == 2
+    assert "'no-such-model' is neither a folder nor a bundled model" in ended.stderr
+    assert not (short_folder / "data").exists()
+
+
+def test_a_port_in_use_is_named(short_folder: Path, tiny_model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ended = diffleet(
+            *("up", "--model", str(tiny_model), "--data-dir", str(short_folder / "data"), "--port", str(port))
+        )
+    assert ended.returncode == 5
+    assert f"cannot listen on 127.0.0.1 port {port}" in ended.stderr and "--port" in ended.stderr
+
+
+def test_a_redis_that_does_not_answer_is_named(short_folder: Path, tiny_model: Path) -> None:
+    ended = diffleet(
+        *("up", "--model", str(tiny_model), "--data-dir", str(short_folder / "data"), "--port", "0"),
+        *("--redis-url", "redis://127.0.0.1:1/0"),
+        DIFFLEET_REDIS_WAIT_S="0",
+    )
+    assert ended.returncode == 5
+    assert "worker 1 ended with exit code 4" in ended.stderr
+    assert "127.0.0.1:1" in ended.stderr
