@@ -20,6 +20,7 @@ from shared.template import ChatTemplate, Message, TemplateError
 
 __all__ = ["InvalidText", "InvalidTokenizer", "Message", "TemplateError", "TextStream", "Tokenizer"]
 
+_MARK = re.compile(r"\[([0-9]+):([0-9]+)\]")
 _SPECIAL_TOKEN_FIELD = re.compile(r"(\w+)_token")
 
 
@@ -114,6 +115,8 @@ class Tokenizer:
         """
         seal = _Seal(self._special)
         rendered = self.render_chat(seal.close(messages), seal.close(tools), add_generation_prompt)
+        if seal.empty:
+            return self._encode_trusted(rendered)
         ids: list[int] = []
         trusted = ""
         for piece in self._split_at_specials(rendered):
@@ -227,9 +230,12 @@ class _Seal:
     def __init__(self, special: re.Pattern[str]) -> None:
         self._special = special
         # Digits and brackets only: what a template does to text (case, JSON escapes) leaves them alone.
-        self._key = secrets.randbelow(10**20)
-        self._mark = re.compile(rf"\[{self._key}:(\d+)\]")
+        self._key = str(secrets.randbelow(10**20))
         self._sealed: list[str] = []
+
+    @property
+    def empty(self) -> bool:
+        return not self._sealed
 
     def close(self, value: Any) -> Any:
         """Return a copy of a JSON-like value with every special token in its strings sealed."""
@@ -244,7 +250,7 @@ class _Seal:
                 return value
 
     def open(self, text: str) -> str:
-        return self._mark.sub(lambda match: self._sealed[int(match[1])], text)
+        return _MARK.sub(lambda match: self._sealed[int(match[2])] if match[1] == self._key else match[0], text)
 
     def _store(self, match: re.Match[str]) -> str:
         self._sealed.append(match[0])
