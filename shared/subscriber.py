@@ -124,7 +124,7 @@ class Subscriber:
         self.reconnects = 0
         """How often the connection was made anew."""
         self.replays = 0
-        """How often a follower went to the log."""
+        """How often a follower has read the log."""
 
     async def __aenter__(self) -> Self:
         loops = (self._keep_connected, self._keep_watch, self._keep_auditing)
@@ -180,11 +180,12 @@ class Subscriber:
                 yield event
 
     async def _read_log(self, request_id: str, first: int, count: int) -> "_Page | None":
-        self.replays += 1
         patience = time.monotonic() + PATIENCE_S
         while True:
             try:
-                return await self._read_log_once(request_id, first, count)
+                page = await self._read_log_once(request_id, first, count)
+                self.replays += 1
+                return page
             except FleetUnavailable:
                 if time.monotonic() > patience:
                     raise
