@@ -301,8 +301,9 @@ class Interleavings(RuleBasedStateMachine):
     def _end_what_no_worker_may_run(self) -> None:
         """A take has ended the aborted and the worn-out requests that it met; how many it met is its own affair."""
         for request_id, request in self.requests.items():
-            worn = request.attempts >= MAX_ATTEMPTS and (request.lease_over or request.owner is None)
-            if request.end is None and (worn or (request.aborted and request.lease_over)):
+            free = request.owner is None or request.lease_over
+            worn = free and request.attempts >= MAX_ATTEMPTS
+            if request.end is None and (worn or (free and request.aborted)):
                 match state_of(self.redis, request_id)["st"]:
                     case "aborted" if request.aborted:
                         request.end, request.owner = Finished, None
