@@ -80,6 +80,16 @@ class ScriptedFleet:
     aborts: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     queue_limits: list[int] = field(default_factory=list[int])
     closed: int = 0
+    waits: int = 0
+    """Scripts that have come to a wait."""
+
+    async def reached_waits(self, count: int) -> None:
+        """Return once `count` scripts wait, and what they said before has gone its way."""
+        async with asyncio.timeout(10):
+            while self.waits < count:
+                await asyncio.sleep(0)
+            for _ in range(50):
+                await asyncio.sleep(0)
 
     async def run(self, command: Generate, *, queue_limit: int = 1) -> AsyncGenerator[Event]:
         self._check()
@@ -90,6 +100,7 @@ class ScriptedFleet:
                 if isinstance(step, Exception):
                     raise step
                 if isinstance(step, float | int):
+                    self.waits += 1
                     await asyncio.sleep(step)
                 else:
                     yield step
