@@ -8,6 +8,7 @@ TORCH ?= torch==2.13.0
 ARGS  ?=
 # Two test processes fill two cores; each keeps to one thread, so that they do not fight.
 JOBS  ?= 2
+BENCH ?= path batching first streams
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
   $$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
@@ -17,7 +18,7 @@ PIP := $(BIN)/python -m pip $(if $(MAKE_TERMOUT),,-qq)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check lint types contracts unit format clean
+.PHONY: help setup run test check lint types contracts unit bench format clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,6 +55,9 @@ contracts: setup ## import-linter: which package may import which.
 
 unit: setup ## pytest alone.
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+bench: setup ## Benchmarks, one table each; BENCH="path" runs one of them.
+	@for name in $(BENCH); do OMP_NUM_THREADS=1 $(BIN)/python -m tests.bench.$$name || exit 1; done
 
 format: setup ## Let ruff rewrite the files.
 	@$(BIN)/ruff check --fix .

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import signal
 import sys
 import time
@@ -57,8 +58,13 @@ Diffleet serves {options.served_name} at {options.url}   docs: {options.url}/doc
 
   curl {options.url}/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{body}'
-  diffleet generate --watch{where} "{_EXAMPLE}"
+  {_program()} generate --watch{where} "{_EXAMPLE}"
 """
+
+
+def _program() -> str:
+    """Return what to type for this program: it may not be on the PATH."""
+    return "diffleet" if shutil.which("diffleet") else sys.argv[0]
 
 
 class _Signals:
