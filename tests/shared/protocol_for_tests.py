@@ -42,8 +42,15 @@ async def finish(queue: WorkerQueue, claim: Claim, blocks: int = 1) -> None:
 
 def log_of(redis: Any, request_id: str) -> list[tuple[str, Event]]:
     """Return the event log: ids and events."""
-    entries = redis.xrange(Keys.of(request_id).log(request_id))
-    return [(entry_id.decode(), decode_event(fields[b"d"])) for entry_id, fields in entries]
+    return logs_of(redis, [request_id])[0]
+
+
+def logs_of(redis: Any, request_ids: Sequence[str]) -> list[list[tuple[str, Event]]]:
+    """Return the event logs of several requests, in one round trip."""
+    pipe = redis.pipeline(transaction=False)
+    for request_id in request_ids:
+        pipe.xrange(Keys.of(request_id).log(request_id))
+    return [[(entry_id.decode(), decode_event(fields[b"d"])) for entry_id, fields in log] for log in pipe.execute()]
 
 
 def state_of(redis: Any, request_id: str) -> dict[str, str]:

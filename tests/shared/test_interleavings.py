@@ -34,7 +34,7 @@ from tests.shared.protocol_for_tests import (
     command_for,
     end_of,
     lengths_of,
-    log_of,
+    logs_of,
     pending_of,
     run_out_of_lease,
     state_of,
@@ -212,8 +212,8 @@ class Interleavings(RuleBasedStateMachine):
 
     @invariant()
     def every_log_is_whole(self) -> None:
-        for request_id, request in self.requests.items():
-            entries = log_of(self.redis, request_id)
+        logs = logs_of(self.redis, list(self.requests))
+        for request, entries in zip(self.requests.values(), logs, strict=True):
             assert [entry_id for entry_id, _ in entries] == [f"{seq}-0" for seq in range(1, len(entries) + 1)]
             events = [event for _, event in entries]
             assert isinstance(events[0], Queued)
