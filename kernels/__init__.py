@@ -1,25 +1,43 @@
 """The operations of a forward. Each module's function is the reference; `OPS` pairs it with its fused twin."""
 
 from kernels.attention import attention as _attention
-from kernels.dispatch import Op
+from kernels.dispatch import Op, twin
 from kernels.kv_write import kv_write as _kv_write
+from kernels.linear import gated_linear as _gated_linear
+from kernels.linear import linear as _linear
+from kernels.lora import lora as _lora
+from kernels.moe import experts as _experts
+from kernels.moe import route as _route
 from kernels.rms_norm import rms_norm as _rms_norm
 from kernels.rope import rope as _rope
+from kernels.rope_write import rope_write as _rope_write
 from kernels.swiglu import swiglu as _swiglu
 from kernels.token_stats import token_stats as _token_stats
 
-attention = Op(_attention)
-kv_write = Op(_kv_write)
-rms_norm = Op(_rms_norm)
-rope = Op(_rope)
-swiglu = Op(_swiglu)
-token_stats = Op(_token_stats)
+attention = Op(_attention, twin("attention", "attention"))
+experts = Op(_experts, twin("moe", "experts"))
+gated_linear = Op(_gated_linear, twin("linear", "gated_linear"))
+kv_write = Op(_kv_write, twin("kv_write", "kv_write"))
+linear = Op(_linear, twin("linear", "linear"))
+lora = Op(_lora, twin("lora", "lora"))
+rms_norm = Op(_rms_norm, twin("rms_norm", "rms_norm"))
+rope = Op(_rope, twin("rope", "rope"))
+rope_write = Op(_rope_write, twin("rope", "rope_write"))
+route = Op(_route, twin("moe", "route"))
+swiglu = Op(_swiglu, twin("swiglu", "swiglu"))
+token_stats = Op(_token_stats, twin("token_stats", "token_stats"))
 
 OPS = {
     "attention": attention,
+    "experts": experts,
+    "gated_linear": gated_linear,
     "kv_write": kv_write,
+    "linear": linear,
+    "lora": lora,
     "rms_norm": rms_norm,
     "rope": rope,
+    "rope_write": rope_write,
+    "route": route,
     "swiglu": swiglu,
     "token_stats": token_stats,
 }

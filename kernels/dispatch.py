@@ -1,8 +1,10 @@
 """Pair an operation's reference with its fused twin."""
 
+import functools
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from torch import Tensor
 
@@ -25,3 +27,16 @@ class Op(Generic[P, R]):
         if self.fused is not None and isinstance(first, Tensor) and first.is_cuda:
             return self.fused(*args, **kwargs)
         return self.reference(*args, **kwargs)
+
+
+def twin(module: str, name: str) -> Callable[..., Any]:
+    """Return `name` of `kernels.gpu.<module>`, imported at its first call: without a device Triton need not be there."""
+
+    @functools.cache
+    def load() -> Callable[..., Any]:
+        return getattr(importlib.import_module(f"kernels.gpu.{module}"), name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return load()(*args, **kwargs)
+
+    return call

@@ -1,0 +1,388 @@
+"""Twins of `kernels.moe`: routing on the device, then products grouped by expert.
+
+Nothing is sorted and nothing is read back: each expert collects its tokens, tiles of tokens are numbered, and a grid
+sized for the worst case leaves early where there is no tile. All shapes are known before the launch, so a captured
+graph serves any routing.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.gpu.overlap import overlap_options, wait_for_inputs
+from kernels.moe import Router
+
+
+def route(
+    logits: Tensor, router: Router, bias: Tensor | None = None, blocks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    tokens, experts = logits.shape
+    if experts % router.groups:
+        raise ValueError(f"{router.groups} groups do not divide {experts} experts")
+    if router.capacity and blocks is None:
+        raise ValueError("a router with a capacity needs the blocks of its tokens")
+    logits = logits if logits.is_contiguous() else logits.contiguous()
+    device = logits.device
+    ids = torch.empty((tokens, router.top_k), dtype=torch.int64, device=device)
+    weights = torch.empty((tokens, router.top_k), dtype=torch.float32, device=device)
+    if not tokens:
+        return ids, weights
+    per_group = experts // router.groups
+    votes = None
+    shape = {
+        "EXPERTS": experts,
+        "GROUPS": router.groups,
+        "PER_GROUP": per_group,
+        "BLOCK_G": triton.next_power_of_2(router.groups),
+        "BLOCK_P": triton.next_power_of_2(per_group),
+        "SIGMOID": router.scoring == "sigmoid",
+        "BIASED": bias is not None,
+        "num_warps": 4,
+        **overlap_options(device),
+    }
+    if router.capacity:
+        votes = torch.full((tokens, experts), float("-inf"), dtype=torch.float32, device=device)
+        _vote[(tokens,)](logits, logits if bias is None else bias, blocks, votes, **shape)
+    _route[(tokens,)](
+        logits,
+        logits if bias is None else bias,
+        logits if blocks is None else blocks,
+        logits if votes is None else votes,
+        ids,
+        weights,
+        router.scale,
+        KEPT_GROUPS=router.kept_groups,
+        TOP_K=router.top_k,
+        BLOCK_K=triton.next_power_of_2(router.top_k),
+        NORMALISE=router.normalise,
+        CAPACITY=router.capacity,
+        PADDED=blocks is not None,
+        **shape,
+    )
+    return ids, weights
+
+
+@triton.jit
+def _score(
+    logits_ptr,
+    bias_ptr,
+    token,
+    EXPERTS: tl.constexpr,
+    PER_GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    BIASED: tl.constexpr,
+):
+    """Return (scores, what the choice goes by, expert ids, which exist), each [BLOCK_G, BLOCK_P]."""
+    group = tl.arange(0, BLOCK_G)[:, None]
+    place = tl.arange(0, BLOCK_P)[None, :]
+    expert = group * PER_GROUP + place
+    real = (group < GROUPS) & (place < PER_GROUP)
+    z = tl.load(logits_ptr + token * EXPERTS + expert, mask=real, other=float("-inf")).to(tl.float32)
+    if SIGMOID:
+        score = tl.sigmoid(z)
+    else:
+        weight = tl.exp(z - tl.max(tl.max(z, 1), 0))
+        score = weight / tl.sum(tl.sum(weight, 1), 0)
+    choice = score
+    if BIASED:
+        choice += tl.load(bias_ptr + expert, mask=real, other=0.0)
+    return score, tl.where(real, choice, float("-inf")), expert, real
+
+
+@triton.jit
+def _vote(
+    logits_ptr,
+    bias_ptr,
+    blocks_ptr,
+    votes_ptr,
+    EXPERTS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PER_GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    BIASED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    wait_for_inputs(OVERLAP)
+    block = tl.load(blocks_ptr + token)
+    if block < 0:
+        return
+    _, choice, expert, real = _score(
+        logits_ptr, bias_ptr, token, EXPERTS, PER_GROUP, GROUPS, BLOCK_G, BLOCK_P, SIGMOID, BIASED
+    )
+    tl.atomic_max(votes_ptr + block * EXPERTS + expert, choice, mask=real, sem="relaxed")
+
+
+@triton.jit
+def _route(
+    logits_ptr,
+    bias_ptr,
+    blocks_ptr,
+    votes_ptr,
+    ids_ptr,
+    weights_ptr,
+    scale,
+    EXPERTS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PER_GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    BIASED: tl.constexpr,
+    KEPT_GROUPS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    PADDED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    wait_for_inputs(OVERLAP)
+    score, choice, expert, real = _score(
+        logits_ptr, bias_ptr, token, EXPERTS, PER_GROUP, GROUPS, BLOCK_G, BLOCK_P, SIGMOID, BIASED
+    )
+    if GROUPS > 1:
+        best = tl.max(choice, 1)
+        first = tl.min(tl.where(choice == best[:, None], expert, EXPERTS), 1)
+        second = tl.max(tl.where(expert == first[:, None], float("-inf"), choice), 1)
+        number = tl.arange(0, BLOCK_G)
+        worth = tl.where(number < GROUPS, best + second, float("-inf"))
+        kept = number < 0
+        for _ in tl.static_range(KEPT_GROUPS):
+            top = tl.max(worth, 0)
+            chosen = tl.min(tl.where((worth == top) & (kept == 0), number, BLOCK_G), 0)
+            kept = kept | (number == chosen)
+            worth = tl.where(number == chosen, float("-inf"), worth)
+        choice = tl.where(kept[:, None], choice, float("-inf"))
+    block = tl.zeros((), tl.int64)
+    if PADDED:
+        block = tl.load(blocks_ptr + token)
+    if CAPACITY > 0:
+        votes = tl.load(votes_ptr + tl.maximum(block, 0) * EXPERTS + expert, mask=real, other=float("-inf"))
+        # The CAPACITY-th highest vote, by bisection; of equal votes those of the lowest ids still fit.
+        bits = votes.to(tl.int32, bitcast=True)
+        key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+        low = tl.full((), -2147483648, tl.int64)
+        high = tl.full((), 2147483647, tl.int64)
+        while low < high:
+            middle = (low + high + 1) >> 1
+            enough = tl.sum(tl.sum((real & (key >= middle)).to(tl.int32), 1), 0) >= CAPACITY
+            low = tl.where(enough, middle, low)
+            high = tl.where(enough, high, middle - 1)
+        above = real & (key > low)
+        equal = real & (key == low)
+        room = CAPACITY - tl.sum(tl.sum(above.to(tl.int32), 1), 0)
+        # A capacity excludes groups, so all experts lie in one line.
+        fits = equal & (tl.cumsum(equal.to(tl.int32), 1) <= room)
+        choice = tl.where(above | fits, choice, float("-inf"))
+
+    k = tl.arange(0, BLOCK_K)
+    ids = tl.zeros((BLOCK_K,), tl.int32)
+    weights = tl.zeros((BLOCK_K,), tl.float32)
+    left = real
+    for j in tl.static_range(TOP_K):
+        top = tl.max(tl.max(tl.where(left, choice, float("-inf")), 1), 0)
+        chosen = tl.min(tl.min(tl.where(left & (choice == top), expert, EXPERTS), 1), 0)
+        mine = expert == chosen
+        ids = tl.where(k == j, chosen, ids)
+        weights = tl.where(k == j, tl.sum(tl.sum(tl.where(mine, score, 0.0), 1), 0), weights)
+        left = left & (mine == 0)
+    if NORMALISE:
+        weights = weights / tl.sum(weights, 0)
+    weights = weights * scale
+    if PADDED:
+        ids = tl.where(block < 0, -1, ids)
+        weights = tl.where(block < 0, 0.0, weights)
+    tl.store(ids_ptr + token * TOP_K + k, ids.to(tl.int64), mask=k < TOP_K)
+    tl.store(weights_ptr + token * TOP_K + k, weights, mask=k < TOP_K)
+
+
+def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    tokens, hidden = x.shape
+    count, double, width = gate_up.shape
+    inner = double // 2
+    top_k = ids.shape[1]
+    if width != hidden or down.shape != (count, hidden, inner) or ids.shape != weights.shape:
+        raise ValueError(f"x {list(x.shape)} does not go with experts {list(gate_up.shape)} and {list(down.shape)}")
+    x, ids, weights, gate_up, down = (
+        t if t.is_contiguous() else t.contiguous() for t in (x, ids, weights, gate_up, down)
+    )
+    out = torch.empty_like(x)
+    if not tokens:
+        return out
+    device, options = x.device, overlap_options(x.device)
+    pairs = tokens * top_k
+    block_m = _tile_rows(pairs, count, x.dtype)
+    tiles = min(pairs, count + pairs // block_m)
+    members = torch.empty((count, tokens), dtype=torch.int32, device=device)
+    counts = torch.empty(count, dtype=torch.int32, device=device)
+    tile_expert = torch.empty(tiles, dtype=torch.int32, device=device)
+    tile_start = torch.empty(tiles, dtype=torch.int32, device=device)
+    _collect[(count,)](ids, members, counts, pairs, tokens, TOP_K=top_k, BLOCK=1024, num_warps=4, **options)
+    block_e = triton.next_power_of_2(count)
+    _number_tiles[(1,)](
+        counts, tile_expert, tile_start, count, tiles, BLOCK_M=block_m, BLOCK_E=block_e, num_warps=4, **options
+    )
+    warm = torch.empty((pairs, inner), dtype=x.dtype, device=device)
+    parts = torch.empty((pairs, hidden), dtype=x.dtype, device=device)
+    shape = {
+        "TOP_K": top_k,
+        "BLOCK_M": block_m,
+        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+        **options,
+    }
+    block_n, block_k, warps, stages = _tile_columns(block_m, x.element_size())
+    _project[(triton.cdiv(inner, block_n), tiles)](
+        x, gate_up, members, counts, tile_expert, tile_start, weights, warm, tokens, hidden, inner,
+        GATED=True, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps, num_stages=stages, **shape,
+    )  # fmt: skip
+    _project[(triton.cdiv(hidden, 2 * block_n), tiles)](
+        warm, down, members, counts, tile_expert, tile_start, weights, parts, tokens, inner, hidden,
+        GATED=False, BLOCK_N=2 * block_n, BLOCK_K=block_k, num_warps=warps, num_stages=stages, **shape,
+    )  # fmt: skip
+    _combine[(tokens, triton.cdiv(hidden, 1024))](
+        parts, ids, out, hidden, TOP_K=top_k, BLOCK_K=triton.next_power_of_2(top_k), BLOCK=1024, num_warps=4, **options
+    )
+    return out
+
+
+def _tile_rows(pairs: int, count: int, dtype: torch.dtype) -> int:
+    """Return tokens in a tile: about what an expert gets, so that its weights are read once."""
+    wanted = triton.next_power_of_2(max(1, pairs // count))
+    return max(16, min(64 if dtype != torch.float32 else 16, wanted))
+
+
+def _tile_columns(block_m: int, element_size: int) -> tuple[int, int, int, int]:
+    """Return (columns, inputs, warps, stages) of a tile of the gated product; the other has twice the columns."""
+    if element_size > 2:
+        return 32, 32, 4, 1
+    return 64, 64, 4, 4 if block_m <= 32 else 3
+
+
+@triton.jit(do_not_specialize=["pairs", "tokens"])
+def _collect(
+    ids_ptr, members_ptr, counts_ptr, pairs, tokens, TOP_K: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
+    """List the (token, choice) pairs of one expert, in order of tokens."""
+    expert = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    count = 0
+    wait_for_inputs(OVERLAP)
+    for start in range(0, pairs, BLOCK):
+        pair = start + lane
+        mine = tl.load(ids_ptr + pair, mask=pair < pairs, other=-1) == expert
+        rank = tl.cumsum(mine.to(tl.int32), 0) - 1
+        tl.store(members_ptr + expert * tokens + count + rank, pair, mask=mine)
+        count += tl.sum(mine.to(tl.int32), 0)
+    tl.store(counts_ptr + expert, count)
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def _number_tiles(
+    counts_ptr,
+    tile_expert_ptr,
+    tile_start_ptr,
+    count,
+    tiles,
+    BLOCK_M: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Number the tiles of all experts in a row; tiles that do not exist belong to expert -1."""
+    expert = tl.arange(0, BLOCK_E)
+    wait_for_inputs(OVERLAP)
+    sizes = tl.load(counts_ptr + expert, mask=expert < count, other=0)
+    needed = (sizes + BLOCK_M - 1) // BLOCK_M
+    before = tl.cumsum(needed, 0) - needed
+    used = tl.sum(needed, 0)
+    for tile in range(used, tiles, BLOCK_E):
+        empty = tile + expert
+        tl.store(tile_expert_ptr + empty, tl.full((BLOCK_E,), -1, tl.int32), mask=empty < tiles)
+    for number in range(tl.max(needed, 0)):
+        exists = number < needed
+        tl.store(tile_expert_ptr + before + number, expert, mask=exists)
+        tl.store(tile_start_ptr + before + number, tl.zeros((BLOCK_E,), tl.int32) + number * BLOCK_M, mask=exists)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _project(
+    x_ptr,
+    weight_ptr,
+    members_ptr,
+    counts_ptr,
+    tile_expert_ptr,
+    tile_start_ptr,
+    share_ptr,
+    out_ptr,
+    tokens,
+    inputs,
+    columns,
+    TOP_K: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One tile of an expert's product: swiglu of x if GATED, else the share of each pair times its product."""
+    wait_for_inputs(OVERLAP)
+    expert = tl.load(tile_expert_ptr + tl.program_id(1))
+    if expert < 0:
+        return
+    m = tl.load(tile_start_ptr + tl.program_id(1)) + tl.arange(0, BLOCK_M)
+    live = m < tl.load(counts_ptr + expert)
+    pair = tl.load(members_ptr + expert * tokens + m, mask=live, other=0)
+    # The first product reads a token's row, the second the pair's own.
+    source = pair // TOP_K if GATED else pair
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    weight = weight_ptr + expert.to(tl.int64) * (inputs * columns * (2 if GATED else 1))
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc_up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, inputs, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        inside = k < inputs
+        x_place = x_ptr + source.to(tl.int64)[:, None] * inputs + k[None, :]
+        x = tl.load(x_place, mask=live[:, None] & inside[None, :], other=0.0)
+        known = (n < columns)[None, :] & inside[:, None]
+        w_place = weight + n[None, :] * inputs + k[:, None]
+        w = tl.load(w_place, mask=known, other=0.0)
+        acc = tl.dot(x, w, acc, input_precision=PRECISION)
+        if GATED:
+            up = tl.load(w_place + columns * inputs, mask=known, other=0.0)
+            acc_up = tl.dot(x, up, acc_up, input_precision=PRECISION)
+    if GATED:
+        acc = acc * tl.sigmoid(acc) * acc_up
+    else:
+        acc *= tl.load(share_ptr + pair, mask=live, other=0.0)[:, None]
+    place = out_ptr + pair.to(tl.int64)[:, None] * columns + n[None, :]
+    tl.store(place, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (n < columns)[None, :])
+
+
+@triton.jit
+def _combine(
+    parts_ptr,
+    ids_ptr,
+    out_ptr,
+    hidden,
+    TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    j = tl.arange(0, BLOCK_K)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    wait_for_inputs(OVERLAP)
+    # A pair without an expert has no part: what lies there was never written.
+    real = (tl.load(ids_ptr + token * TOP_K + j, mask=j < TOP_K, other=-1) >= 0)[:, None] & (column < hidden)[None, :]
+    part = tl.load(parts_ptr + (token * TOP_K + j[:, None]) * hidden + column[None, :], mask=real, other=0.0)
+    total = tl.sum(part.to(tl.float32), 0)
+    tl.store(out_ptr + token * hidden + column, total.to(out_ptr.dtype.element_ty), mask=column < hidden)

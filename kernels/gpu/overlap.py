@@ -1,0 +1,26 @@
+"""Programmatic dependent launch: a kernel is set up while the one before it drains, and waits before it reads.
+
+A decode step is some 300 short kernels; the gap between two of them is about as long as the smallest of them runs.
+Every kernel calls `wait_for_inputs` before its first access to memory that another kernel of the step writes or reads.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def wait_for_inputs(OVERLAP: tl.constexpr):
+    """Wait until the kernels before this one have finished, then let the next one be set up."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@functools.cache
+def overlap_options(device: torch.device) -> dict[str, bool]:
+    """Return the launch options of a kernel that calls `wait_for_inputs`: on from Hopper up."""
+    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"OVERLAP": True, "launch_pdl": True} if able else {"OVERLAP": False}

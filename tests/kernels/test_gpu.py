@@ -1,0 +1,367 @@
+"""The fused twins against their references: in Triton's interpreter on the CPU, compiled on a GPU."""
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from tests.kernels.gpu_cases import (
+    ATTENTION,
+    DEVICE,
+    DTYPES,
+    GPU_ATTENTION,
+    NARROW,
+    ON_GPU,
+    TOLERANCE,
+    AttentionCase,
+    attention_inputs,
+    integers,
+    normal,
+    relative_error,
+)
+
+pytest.importorskip("triton")
+
+import kernels.gpu.attention
+import kernels.gpu.kv_write
+import kernels.gpu.linear
+import kernels.gpu.lora
+import kernels.gpu.moe
+import kernels.gpu.rms_norm
+import kernels.gpu.rope
+import kernels.gpu.swiglu
+import kernels.gpu.token_stats
+from kernels.attention import attention
+from kernels.kv_write import kv_write
+from kernels.linear import gated_linear, linear
+from kernels.lora import lora
+from kernels.moe import Router, experts, route
+from kernels.noise import gumbel
+from kernels.rms_norm import rms_norm
+from kernels.rope import rope, rope_tables
+from kernels.rope_write import rope_write
+from kernels.swiglu import swiglu
+from kernels.token_stats import Filters, Noise, Proposals, token_stats
+
+# The interpreter computes with numpy, which warns where a GPU silently makes an infinity or a NaN.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+product_dtypes = pytest.mark.parametrize(
+    "dtype", (torch.float32, NARROW), ids=lambda dtype: str(dtype).removeprefix("torch.")
+)
+
+
+@dtypes
+@pytest.mark.parametrize(
+    "tokens, hidden", [(1, 64), (3, 100), (5, 1536)] + ([(77, 4096), (2048, 4096), (9, 3584)] if ON_GPU else [])
+)
+@pytest.mark.parametrize("residual", [False, True])
+def test_rms_norm_agrees(dtype, tokens, hidden, residual):
+    x, weight = normal(tokens, hidden, dtype=dtype, seed=1), normal(hidden, dtype=dtype, seed=2)
+    added = normal(tokens, hidden, dtype=dtype, seed=3) if residual else None
+    out, total = kernels.gpu.rms_norm.rms_norm(x, weight, 1e-6, added)
+    wide, wide_total = rms_norm(x.float(), weight.float(), 1e-6, None if added is None else added.float())
+    assert relative_error(out, wide) < TOLERANCE[dtype]
+    assert relative_error(total, wide_total) < TOLERANCE[dtype]
+
+
+@dtypes
+@pytest.mark.parametrize("tokens, inner", [(1, 1), (3, 1000), (7, 1025)] + ([(2048, 12288)] if ON_GPU else []))
+def test_swiglu_agrees(dtype, tokens, inner):
+    x = normal(tokens, 2 * inner, dtype=dtype, seed=1)
+    assert relative_error(kernels.gpu.swiglu.swiglu(x), swiglu(x.float())) < TOLERANCE[dtype]
+
+
+@dtypes
+@pytest.mark.parametrize(
+    "heads, head_dim, width", [(28, 64, 64), (5, 128, 64), (12, 80, 80), (3, 256, 128), (1, 96, 32)]
+)
+@pytest.mark.parametrize("normed", [False, True])
+def test_rope_agrees_full_and_partial(dtype, heads, head_dim, width, normed):
+    # A slice of a wider tensor, as queries are a slice of the projection.
+    x = normal(4, heads + 2, head_dim, dtype=dtype, seed=1)[:, :heads]
+    weight = normal(heads, head_dim, dtype=dtype, seed=2) if normed else None
+    inv_freq = 1.0 / 1e4 ** (torch.arange(0, width, 2, device=DEVICE).float() / width)
+    cos, sin = rope_tables(torch.tensor([0, 7, 1000, 31], device=DEVICE), inv_freq, dtype)
+    out = kernels.gpu.rope.rope(x, cos, sin, weight, 1e-6)
+    expected = rope(x.float(), cos.float(), sin.float(), None if weight is None else weight.float(), 1e-6)
+    assert relative_error(out, expected) < TOLERANCE[dtype]
+
+
+def _pages(dtype: torch.dtype, heads: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    keys = normal(6, 8, heads, head_dim, dtype=dtype, seed=8)
+    return keys, keys + 1
+
+
+@dtypes
+@pytest.mark.parametrize("heads, head_dim", [(2, 64), (3, 80), (8, 128)])
+def test_kv_write_changes_its_slots_and_nothing_else(dtype, heads, head_dim):
+    k = normal(5, heads + 1, head_dim, dtype=dtype, seed=1)[:, 1:]
+    v = normal(5, heads, head_dim, dtype=dtype, seed=2)
+    slots = torch.tensor([7, 0, 47, 13, 8], device=DEVICE)
+    (k_pages, v_pages), theirs = _pages(dtype, heads, head_dim), _pages(dtype, heads, head_dim)
+    kernels.gpu.kv_write.kv_write(k, v, k_pages, v_pages, slots)
+    kv_write(k, v, *theirs, slots)
+    assert torch.equal(k_pages, theirs[0]) and torch.equal(v_pages, theirs[1])
+
+
+@dtypes
+@pytest.mark.parametrize(
+    "heads, kv_heads, head_dim, width", [(28, 4, 64, 64), (12, 2, 80, 80), (16, 4, 128, 64), (4, 4, 96, 96)]
+)
+@pytest.mark.parametrize("normed", [False, True])
+def test_rope_write_does_what_its_parts_do(dtype, heads, kv_heads, head_dim, width, normed):
+    qkv = normal(5, heads + 2 * kv_heads, head_dim, dtype=dtype, seed=1)
+    weight = normal(heads + kv_heads, head_dim, dtype=dtype, seed=2) if normed else None
+    inv_freq = 1.0 / 1e4 ** (torch.arange(0, width, 2, device=DEVICE).float() / width)
+    cos, sin = rope_tables(torch.tensor([0, 7, 1000, 31, 32], device=DEVICE), inv_freq, dtype)
+    slots = torch.tensor([7, 0, 47, 13, 8], device=DEVICE)
+    k_pages, v_pages = _pages(dtype, kv_heads, head_dim)
+    wide = (k_pages.float(), v_pages.float())
+    q = kernels.gpu.rope.rope_write(qkv, cos, sin, weight, 1e-6, k_pages, v_pages, slots)
+    expected = rope_write(
+        qkv.float(), cos.float(), sin.float(), None if weight is None else weight.float(), 1e-6, *wide, slots
+    )
+    assert relative_error(q, expected) < TOLERANCE[dtype]
+    assert relative_error(k_pages, wide[0]) < TOLERANCE[dtype]
+    assert torch.equal(v_pages.float(), wide[1])
+
+
+@product_dtypes
+@pytest.mark.parametrize("case", ATTENTION + (GPU_ATTENTION if ON_GPU else ()), ids=lambda case: case.name)
+def test_attention_agrees_and_never_reads_what_no_query_sees(dtype, case: AttentionCase):
+    q, k, v, plan = attention_inputs(case, dtype, seed=3)
+    out = kernels.gpu.attention.attention(q, k, v, plan, case.head_dim**-0.5)
+    # The reference multiplies hidden values by zero, so for it they must be finite.
+    wide = attention(q.float(), k.float().nan_to_num(0), v.float().nan_to_num(0), _widened(plan), case.head_dim**-0.5)
+    assert relative_error(out, wide) < 1.5 * TOLERANCE[dtype]
+
+
+def _widened(plan):
+    groups = tuple(replace(g, bias=None if g.bias is None else g.bias.float()) for g in plan.groups)
+    return replace(plan, groups=groups)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 32, 50, 64])
+@pytest.mark.parametrize("columns, inputs", [(64, 512), (200, 330)] + ([(6144, 4096), (4096, 12288)] if ON_GPU else []))
+@pytest.mark.parametrize("splits", [1, 2, 4])
+@pytest.mark.parametrize("gated", [False, True])
+def test_streamed_products_agree(tokens, columns, inputs, splits, gated):
+    dtype = NARROW
+    x = normal(tokens, inputs, dtype=dtype, seed=1)
+    weight = normal(columns * (2 if gated else 1), inputs, dtype=dtype, seed=2, scale=inputs**-0.5)
+    tiling = kernels.gpu.linear.Tiling(64, 64, splits, 4, 3)
+    bias = None if gated else normal(columns, dtype=dtype, seed=3)
+    for _ in range(2):  # the second time finds the counters as the first has left them
+        out = kernels.gpu.linear.stream(x, weight, bias, tiling, gated=gated)
+        wide = (
+            gated_linear(x.float(), weight.float())
+            if gated
+            else linear(x.float(), weight.float(), None if bias is None else bias.float())
+        )
+        assert relative_error(out, wide) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("tokens", [0, 3, 65])
+def test_linear_chooses_by_the_number_of_tokens_and_agrees(tokens):
+    x = normal(tokens, 96, dtype=NARROW, seed=1)
+    weight = normal(130, 96, dtype=NARROW, seed=2)
+    bias = normal(130, dtype=NARROW, seed=3)
+    out = kernels.gpu.linear.linear(x, weight, bias)
+    assert relative_error(out, linear(x.float(), weight.float(), bias.float())) < TOLERANCE[NARROW]
+    out = kernels.gpu.linear.gated_linear(x, weight)
+    assert relative_error(out, gated_linear(x.float(), weight.float())) < TOLERANCE[NARROW]
+
+
+# --- token statistics
+
+
+def _same(ours: Proposals, theirs: Proposals, tolerance: float = 2e-5) -> None:
+    assert torch.equal(ours.token, theirs.token)
+    assert torch.equal(ours.finite, theirs.finite)
+    for field in fields(Proposals):
+        if field.name not in ("token", "finite"):
+            torch.testing.assert_close(
+                getattr(ours, field.name), getattr(theirs, field.name), rtol=tolerance, atol=2e-6
+            )
+
+
+vocabularies = pytest.mark.parametrize(
+    "rows, vocab", [(1, 5), (4, 4097), (3, 9000)] + ([(70, 151936)] if ON_GPU else [])
+)
+
+
+@dtypes
+@vocabularies
+@pytest.mark.parametrize("warm", [False, True])
+def test_greedy_statistics_agree(dtype, rows, vocab, warm):
+    logits = normal(rows, vocab, dtype=dtype, seed=1, scale=4)
+    temperature = torch.linspace(0.5, 2, rows, device=DEVICE) if warm else None
+    barred = torch.zeros(vocab, dtype=torch.bool, device=DEVICE)
+    barred[logits[0].argmax()] = True
+    barred[-1] = True
+    arguments = {"temperature": temperature, "barred": barred, "entropy": True, "margin": True}
+    _same(kernels.gpu.token_stats.token_stats(logits, **arguments), token_stats(logits, **arguments))
+
+
+@dtypes
+def test_equal_logits_give_the_lowest_id_and_no_margin(dtype):
+    logits = torch.zeros(3, 8200, dtype=dtype, device=DEVICE)
+    logits[1, [8191, 4500, 77]] = 3.0
+    logits[2, [8199, 4096]] = 2.0
+    ours = kernels.gpu.token_stats.token_stats(logits, entropy=True, margin=True)
+    assert ours.token.tolist() == [0, 77, 4096]
+    _same(ours, token_stats(logits, entropy=True, margin=True))
+
+
+def test_rows_that_are_not_finite_are_told_and_hold_zeros():
+    logits = normal(6, 5000, dtype=torch.float32, seed=1)
+    logits[0, 4999] = float("nan")
+    logits[1, 3] = float("inf")
+    logits[2] = float("nan")
+    logits[3] = float("-inf")
+    logits[4, :4500] = float("-inf")
+    ours = kernels.gpu.token_stats.token_stats(logits, entropy=True, margin=True)
+    assert ours.finite.tolist() == [False, False, False, False, True, True]
+    _same(ours, token_stats(logits, entropy=True, margin=True))
+
+
+def test_forbidden_ids_leave_the_distribution_and_the_logits_stay_as_they_were():
+    logits = normal(3, 5000, dtype=torch.float32, seed=1)
+    before = logits.clone()
+    rows = torch.tensor([0, 0, 2, 2], device=DEVICE)
+    ids = torch.stack((*logits[0].topk(2).indices, logits[2].argmax(), logits[2].argmax()))
+    ours = kernels.gpu.token_stats.token_stats(logits, forbidden=(rows, ids), entropy=True)
+    _same(ours, token_stats(logits, forbidden=(rows, ids), entropy=True))
+    assert torch.equal(logits, before)
+
+
+@dtypes
+@vocabularies
+def test_seeded_draws_are_those_of_the_reference(dtype, rows, vocab):
+    logits = normal(rows, vocab, dtype=dtype, seed=1)
+    chosen = torch.arange(0, rows, 2, device=DEVICE)
+    count = chosen.numel()
+    noise = Noise(
+        rows=chosen,
+        seed=torch.tensor([2**62 + 12345, 3, 2**33], device=DEVICE).repeat(rows)[:count],
+        position=torch.arange(count, device=DEVICE) * 31,
+        step=torch.arange(count, device=DEVICE) % 3,
+    )
+    arguments = {"temperature": torch.full((rows,), 0.7, device=DEVICE), "noise": noise}
+    _same(kernels.gpu.token_stats.token_stats(logits, **arguments), token_stats(logits, **arguments))
+
+
+def test_noise_words_are_the_same_bit_for_bit():
+    """Zero logits: every draw is then the argmax of the noise alone, and all its lanes compete."""
+    count = 40 if ON_GPU else 8
+    numbers = torch.arange(count, device=DEVICE)
+    noise = Noise(rows=numbers, seed=numbers * 2**40 + 7, position=numbers * 1000, step=numbers % 5)
+    logits = torch.zeros(count, 6000, device=DEVICE)
+    expected = gumbel(noise.seed, noise.position, noise.step, 6000).argmax(-1)
+    assert torch.equal(kernels.gpu.token_stats.token_stats(logits, noise=noise).token, expected)
+
+
+@dtypes
+@pytest.mark.parametrize(
+    "top_k, top_p, min_p",
+    [(0, 1.0, 0.0), (1, 1.0, 0.0), (40, 1.0, 0.0), (0, 0.9, 0.0), (50, 0.77, 0.0), (0, 1.0, 0.05), (30, 0.6, 0.02)],
+)
+def test_filters_keep_what_the_reference_keeps(dtype, top_k, top_p, min_p):
+    rows, vocab = 4, 9001 if ON_GPU else 3001
+    logits = normal(rows, vocab, dtype=dtype, seed=5, scale=3)
+    chosen = torch.tensor([0, 3], device=DEVICE)
+    filters = Filters(
+        rows=chosen,
+        top_k=torch.tensor([top_k, top_k], device=DEVICE),
+        top_p=torch.tensor([top_p, top_p], device=DEVICE),
+        min_p=torch.tensor([min_p, min_p], device=DEVICE),
+        ranks=torch.tensor([True, False], device=DEVICE),
+    )
+    noise = Noise(rows=chosen, seed=chosen + 9, position=chosen, step=chosen)
+    arguments = {
+        "temperature": torch.full((rows,), 1.3, device=DEVICE) if dtype == torch.bfloat16 else None,
+        "barred": torch.arange(vocab, device=DEVICE) % 97 == 0,
+        "filters": filters,
+        "noise": noise,
+    }
+    _same(kernels.gpu.token_stats.token_stats(logits, **arguments), token_stats(logits, **arguments))
+
+
+def test_no_rows_give_no_proposals():
+    assert kernels.gpu.token_stats.token_stats(normal(0, 10, dtype=torch.float32, seed=1)).token.shape == (0,)
+
+
+# --- mixture of experts
+
+_ROUTERS = {
+    "olmoe": Router(top_k=4, normalise=False),
+    "qwen3": Router(top_k=8),
+    "llada2.0": Router(top_k=8, scoring="sigmoid", groups=8, kept_groups=4, scale=2.5),
+    "llada2.2": Router(top_k=8, scoring="sigmoid", capacity=24, scale=2.5),
+    "odd": Router(top_k=3, scoring="sigmoid", groups=3, kept_groups=2),
+}
+
+
+@dtypes
+@pytest.mark.parametrize("name", _ROUTERS)
+def test_routing_agrees(dtype, name):
+    router = _ROUTERS[name]
+    count = 60 if name == "odd" else 256 if ON_GPU else 64
+    logits = normal(9, count, dtype=dtype, seed=1)
+    bias = normal(count, dtype=torch.float32, seed=2, scale=0.1) if router.scoring == "sigmoid" else None
+    blocks = torch.tensor([0, 0, 0, 1, -1, 1, 4, 4, -1], device=DEVICE) if router.capacity else None
+    ids, weights = kernels.gpu.moe.route(logits, router, bias, blocks)
+    expected_ids, expected_weights = route(logits, router, bias, blocks)
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-7)
+    if router.capacity:
+        assert ids[:3].unique().numel() <= router.capacity
+
+
+def test_equal_votes_open_the_experts_of_the_lowest_ids():
+    router = Router(top_k=2, scoring="sigmoid", capacity=5)
+    logits = torch.zeros(3, 40, device=DEVICE)
+    logits[:, 30] = 1.0
+    blocks = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    ids, _ = kernels.gpu.moe.route(logits, router, None, blocks)
+    assert torch.equal(ids, route(logits, router, None, blocks)[0])
+    assert ids[0].tolist() == [30, 0]
+
+
+@product_dtypes
+@pytest.mark.parametrize(
+    "tokens, count, hidden, inner, top_k",
+    [(1, 4, 64, 32, 2), (5, 9, 100, 70, 3), (40, 3, 64, 48, 2)]
+    + ([(32, 256, 2048, 512, 8), (1024, 256, 2048, 512, 8), (300, 16, 1024, 768, 2)] if ON_GPU else []),
+)
+def test_grouped_experts_agree(dtype, tokens, count, hidden, inner, top_k):
+    x = normal(tokens, hidden, dtype=dtype, seed=1)
+    gate_up = normal(count, 2 * inner, hidden, dtype=dtype, seed=2, scale=hidden**-0.5)
+    down = normal(count, hidden, inner, dtype=dtype, seed=3, scale=inner**-0.5)
+    ids, weights = route(normal(tokens, count, dtype=torch.float32, seed=4), Router(top_k=top_k))
+    ids[-1, 0], weights[-1, 0] = -1, 0.0
+    out = kernels.gpu.moe.experts(x, ids, weights, gate_up, down)
+    wide = experts(x.float(), ids, weights, gate_up.float(), down.float())
+    # Gate, product and share are rounded one after the other.
+    assert relative_error(out, wide) < 1.5 * TOLERANCE[dtype]
+
+
+@product_dtypes
+@pytest.mark.parametrize(
+    "tokens, inputs, outputs, rank", [(1, 64, 48, 8), (37, 200, 130, 16)] + ([(256, 4096, 6144, 64)] if ON_GPU else [])
+)
+def test_mixed_adapters_agree(dtype, tokens, inputs, outputs, rank):
+    y, x = normal(tokens, outputs, dtype=dtype, seed=1), normal(tokens, inputs, dtype=dtype, seed=2)
+    a = normal(5, rank, inputs, dtype=dtype, seed=3, scale=inputs**-0.5)
+    b = normal(5, outputs, rank, dtype=dtype, seed=4)
+    adapter = integers(-1, 5, (tokens,), seed=5)
+    scale = torch.linspace(0.5, 2, 5, device=DEVICE)
+    out = kernels.gpu.lora.lora(y, x, a, b, adapter, scale)
+    # On a GPU float32 factors of bfloat16 inputs pass the matrix units in tf32.
+    assert relative_error(out, lora(y.float(), x.float(), a.float(), b.float(), adapter, scale)) < TOLERANCE[dtype]
