@@ -151,7 +151,8 @@ class Sequence:
 
     def _canvas(self) -> Canvas:
         limits = self.request.limits
-        too_early = self.block_start < self.prompt_length + limits.min_tokens
+        # Without a minimum a stop may come at once, also in the block that the prompt's end shares.
+        too_early = limits.min_tokens > 0 and self.block_start < self.prompt_length + limits.min_tokens
         return Canvas(
             start=self.block_start,
             masked=self.wanted,
