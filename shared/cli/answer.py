@@ -1,5 +1,6 @@
 """One answer in the terminal: the drawing on stderr while it grows, the text once on stdout."""
 
+import asyncio
 import contextlib
 import os
 import sys
@@ -12,19 +13,31 @@ from shared.cli.canvas import Canvas, CanvasScreen, Glyphs, footer, printable
 async def show_answer(states: AsyncIterator[Canvas], *, watch: bool) -> Canvas:
     """Follow the states to their end, print the last one's text, and return it.
 
-    Without a terminal on stderr there is no drawing. With `watch`, the costs are told on stderr afterwards.
+    Without a terminal on stderr there is no drawing. With `watch`, the costs are told on stderr afterwards. If it is
+    cancelled, what was committed by then is still printed.
     """
     canvas, started = Canvas(), time.monotonic()
     draws = watch and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-    with contextlib.ExitStack() as stack:
-        screen = stack.enter_context(CanvasScreen(sys.stderr)) if draws else None
-        async for canvas in states:
-            if screen is not None:
-                screen.show(canvas)
+    try:
+        with contextlib.ExitStack() as stack:
+            screen = stack.enter_context(CanvasScreen(sys.stderr)) if draws else None
+            async for canvas in states:
+                if screen is not None:
+                    screen.show(canvas)
+    except asyncio.CancelledError:
+        if canvas.text:
+            _print(canvas.text)
+        raise
+    _print(canvas.text)
+    if watch:
+        glyphs = Glyphs.of(sys.stderr.encoding)
+        print(footer(canvas, time.monotonic() - started, glyphs), file=sys.stderr)
+    return canvas
+
+
+def _print(text: str) -> None:
     # A terminal must not obey what a model wrote; a file or a program gets the text as it is.
-    text = printable(canvas.text) if sys.stdout.isatty() else canvas.text
+    if sys.stdout.isatty():
+        text = printable(text)
     sys.stdout.write(text if text.endswith("\n") else text + "\n")
     sys.stdout.flush()
-    if watch:
-        print(footer(canvas, time.monotonic() - started, Glyphs.of(sys.stderr.encoding)), file=sys.stderr)
-    return canvas

@@ -44,11 +44,11 @@ class Evaluation(_Part):
 def evaluation_table(evaluation: Evaluation) -> Table:
     """Return one row for each task, then for each group, then for all."""
     table = Table(box=None, pad_edge=False)
-    table.add_column("task")
-    table.add_column("items", justify="right")
-    for mode in ("threshold", "one a step"):
-        table.add_column(f"{mode}: right", justify="right")
-        table.add_column("tokens/forward", justify="right")
+    table.add_column("\ntask", no_wrap=True)
+    table.add_column("\nitems", justify="right")
+    for mode in ("by threshold", "one a step"):
+        table.add_column(f"{mode}\nright", justify="right")
+        table.add_column("tokens/\nforward", justify="right")
     for section, rows in (("tasks", evaluation.tasks), ("groups", evaluation.groups)):
         for name, entry in rows.items():
             table.add_row(name if section == "tasks" else f"all {name}", *_cells(entry))
