@@ -8,7 +8,7 @@ Fields that a reader does not know are ignored, so that old workers serve new fr
 ignored: a reader that does not know it raises `UnsupportedCommand`, and the request is handed back for a newer worker.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -16,6 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from shared.decoding import Decoding
 
 WIRE_VERSION = 1
+
+_COUNT_LIMIT = 2**31
+"""Counts are below it: a payload from anywhere must not overflow a worker's integers."""
+_MS_LIMIT = 2**41
 
 Lane = Literal["rt", "std", "bulk"]
 LANES: tuple[Lane, ...] = ("rt", "std", "bulk")
@@ -38,7 +42,9 @@ class Sampling(_Part):
 
     temperature: float = Field(default=0.0, ge=0.0, le=5.0, description="0 takes the most probable token.")
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    top_k: int = Field(default=0, ge=0, description="0 keeps all tokens; 1 takes the most probable one.")
+    top_k: int = Field(
+        default=0, ge=0, lt=_COUNT_LIMIT, description="0 keeps all tokens; 1 takes the most probable one."
+    )
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     seed: int = Field(default=0, ge=0, lt=2**63)
 
@@ -46,17 +52,24 @@ class Sampling(_Part):
 class Limits(_Part):
     """When a request ends. Times are milliseconds from the submit."""
 
-    max_tokens: int = Field(default=512, ge=1, description="Exact upper bound of produced tokens.")
-    min_tokens: int = Field(default=0, ge=0)
+    max_tokens: int = Field(default=512, ge=1, lt=_COUNT_LIMIT, description="Exact upper bound of produced tokens.")
+    min_tokens: int = Field(default=0, ge=0, lt=_COUNT_LIMIT)
     max_nfe: int | None = Field(
-        default=None, ge=1, description="Cap on denoising forwards; what is left is filled in the last."
+        default=None,
+        ge=1,
+        lt=_COUNT_LIMIT,
+        description="Cap on denoising forwards; what is left is filled in the last.",
     )
-    max_repetition_run: int | None = Field(default=None, ge=1, description="End after this many equal tokens in a row.")
+    max_repetition_run: int | None = Field(
+        default=None, ge=1, lt=_COUNT_LIMIT, description="End after this many equal tokens in a row."
+    )
     ignore_eos: bool = False
-    stop: tuple[str, ...] = ()
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    queue_ms: int | None = Field(default=None, ge=1, description="Expire if no worker has started by then.")
-    total_ms: int | None = Field(default=None, ge=1, description="Expire if not finished by then.")
+    queue_ms: int | None = Field(
+        default=None, ge=1, lt=_MS_LIMIT, description="Expire if no worker has started by then."
+    )
+    total_ms: int | None = Field(default=None, ge=1, lt=_MS_LIMIT, description="Expire if not finished by then.")
 
 
 class Preview(_Part):

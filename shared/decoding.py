@@ -10,6 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Confidence = Literal["model", "filtered"]
 
+STEPS_LIMIT = 2**31
+"""Beyond any block's length; a payload from anywhere must not overflow a worker's integers."""
+
 
 class _Decoding(BaseModel):
     """Parameters that every strategy has."""
@@ -39,7 +42,9 @@ class LowConfidenceStatic(_Decoding):
     """Accept the k most confident positions, k an even split of the block over `steps` (SDAR, LLaDA)."""
 
     strategy: Literal["low_confidence_static"] = "low_confidence_static"
-    steps: int | None = Field(default=None, ge=1, description="Denoise steps a block; unset: one position a step.")
+    steps: int | None = Field(
+        default=None, ge=1, lt=STEPS_LIMIT, description="Denoise steps a block; unset: one position a step."
+    )
 
 
 class LowConfidenceDynamic(_Decoding):
@@ -47,7 +52,7 @@ class LowConfidenceDynamic(_Decoding):
 
     strategy: Literal["low_confidence_dynamic"] = "low_confidence_dynamic"
     threshold: float = Field(default=0.9, ge=0.0, le=1.0)
-    steps: int | None = Field(default=None, ge=1)
+    steps: int | None = Field(default=None, ge=1, lt=STEPS_LIMIT)
     fallback: Literal["confidence", "leftmost"] = Field(
         default="confidence",
         description="Which positions fill the quota: the most confident (SDAR), or the leftmost (JetEngine).",
@@ -58,14 +63,14 @@ class Sequential(_Decoding):
     """Accept the first mask and the k - 1 positions after it (SDAR)."""
 
     strategy: Literal["sequential"] = "sequential"
-    steps: int | None = Field(default=None, ge=1)
+    steps: int | None = Field(default=None, ge=1, lt=STEPS_LIMIT)
 
 
 class RandomOrder(_Decoding):
     """Accept k masked positions drawn uniformly, seeded by the request (LLaDA's `random` remasking)."""
 
     strategy: Literal["random"] = "random"
-    steps: int | None = Field(default=None, ge=1)
+    steps: int | None = Field(default=None, ge=1, lt=STEPS_LIMIT)
 
 
 class EntropyBounded(_Decoding):

@@ -67,7 +67,9 @@ commands = st.builds(
     model=text,
     prompt=st.lists(st.integers(0, 200_000), min_size=1, max_size=8).map(tuple),
     sampling=st.builds(Sampling, temperature=st.floats(0, 5), seed=st.integers(0, 2**63 - 1)),
-    limits=st.builds(Limits, max_tokens=st.integers(1, 10_000), stop=st.lists(text, max_size=3).map(tuple)),
+    limits=st.builds(
+        Limits, max_tokens=st.integers(1, 10_000), stop=st.lists(text.filter(bool), max_size=3).map(tuple)
+    ),
     decoding=st.none()
     | st.builds(Threshold, threshold=st.floats(0, 1))
     | st.builds(LowConfidenceStatic, steps=st.integers(1, 9))

@@ -101,8 +101,9 @@ class Engine:
     def _refusal(self, sequence: Sequence) -> tuple[FailCode, str, str | None] | None:
         """Return why the request can never run, before it takes anything."""
         spec, request = self._spec, sequence.request
-        if not all(0 <= token < spec.vocab_size for token in request.prompt):
-            return "invalid_request", f"token ids must be in [0, {spec.vocab_size})", "prompt"
+        for param, token_ids in (("prompt", request.prompt), ("stop_token_ids", request.limits.stop_token_ids)):
+            if not all(0 <= token < spec.vocab_size for token in token_ids):
+                return "invalid_request", f"token ids must be in [0, {spec.vocab_size})", param
         if sequence.prompt_length >= spec.max_model_len:
             message = f"the prompt has {sequence.prompt_length} tokens; this model takes {spec.max_model_len} in all"
             return "too_long", message, "prompt"
