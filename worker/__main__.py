@@ -72,6 +72,7 @@ def _serve(settings: WorkerSettings) -> ExitCode:
     worker_id = f"{socket.gethostname()}-{secrets.token_hex(4)}"
     metrics = Metrics(name)
     readiness = Readiness(settings.ready_file, worker_id)
+    readiness.withdraw()  # a killed predecessor may have left its file
     pulse = Pulse(settings.stuck_s)
     heart = Heart.connect(settings.redis_url, worker_id, name, settings.lease_ms, settings.partitions)
 

@@ -57,9 +57,9 @@ def crash(server: EmbeddedServer) -> None:
 async def test_a_stream_survives_a_restart_of_redis(
     worker: WorkerProcess, client: FleetClient, frail_server: EmbeddedServer, disturb: Callable[[EmbeddedServer], None]
 ) -> None:
-    calm = await collect(client.run(sequential(NAME, 600)))
+    calm = await collect(client.run(sequential(NAME, 400)))
     events: list[Event] = []
-    async for event in client.run(sequential(NAME, 600)):
+    async for event in client.run(sequential(NAME, 400)):
         events.append(event)
         if isinstance(event, Delta) and event.block == 20:
             disturb(frail_server)
@@ -78,9 +78,6 @@ async def test_a_redis_that_comes_back_empty_is_served_again(
         file.unlink()
     frail_server.start()
 
-    async def models() -> list[str]:
-        return await client.models()
-
-    while NAME not in await models():
+    while NAME not in await client.models():
         assert worker.alive
     assert_whole(await collect(client.run(sequential(NAME, 16))))

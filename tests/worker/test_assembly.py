@@ -1,0 +1,78 @@
+"""From settings to an engine: how the cache is sized, and what the model is announced as."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared.text import Tokenizer
+from tests.fleet import models
+from tests.fleet.models import write_tiny_model
+from worker.assembly import assemble, cache_shape
+from worker.device import Placement
+from worker.models import ModelError, load_model
+from worker.models.spec import ModelSpec
+from worker.settings import WorkerSettings
+
+CPU = Placement(torch.device("cpu"), torch.float32, 1)
+TOKEN_BYTES = 2 * models.LAYERS * models.KV_HEADS * models.HEAD_DIM * 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("assembly"))
+
+
+@pytest.fixture(scope="module")
+def spec(folder: Path) -> ModelSpec:
+    return load_model(folder).spec
+
+
+def test_a_page_holds_whole_blocks_near_32_tokens(spec: ModelSpec) -> None:
+    sizes = {
+        length: cache_shape(WorkerSettings(), replace(spec, block_length=length), CPU).page_size
+        for length in (1, 4, 12, 32, 64)
+    }
+    assert sizes == {1: 32, 4: 32, 12: 24, 32: 32, 64: 64}
+
+
+def test_the_cache_takes_the_memory_it_is_given_and_no_more_than_it_can_use(spec: ModelSpec) -> None:
+    assert cache_shape(WorkerSettings(kv_cache_mb=1), spec, CPU).num_pages == 2**20 // (TOKEN_BYTES * 32)
+    half = Placement(CPU.device, torch.bfloat16, 1)
+    assert cache_shape(WorkerSettings(kv_cache_mb=1), spec, half).num_pages == 2 * 2**20 // (TOKEN_BYTES * 32)
+    useful = cache_shape(WorkerSettings(max_rows=2), spec, CPU)
+    assert useful.num_pages * useful.page_size == 2 * models.MAX_MODEL_LEN
+    assert cache_shape(WorkerSettings(num_pages=5, page_size=8), spec, CPU).num_pages == 5
+
+
+def test_a_cache_without_room_for_a_page_is_refused(spec: ModelSpec) -> None:
+    with pytest.raises(ModelError, match="kv_cache_mb"):
+        cache_shape(WorkerSettings(kv_cache_mb=1, page_size=4096), spec, CPU)
+
+
+def test_the_card_promises_no_longer_requests_than_the_cache_holds(folder: Path) -> None:
+    whole = assemble(WorkerSettings(model=str(folder), threads=1)).card
+    small = assemble(WorkerSettings(model=str(folder), threads=1, num_pages=3)).card
+    assert (whole.max_model_len, small.max_model_len) == (models.MAX_MODEL_LEN, 96)
+    assert whole.capabilities == ("generate", "chat")
+    assert (whole.block_length, whole.vocab_size) == (models.BLOCK_LENGTH, models.VOCAB)
+
+
+def test_the_card_carries_the_tokenizer(folder: Path) -> None:
+    card = assemble(WorkerSettings(model=str(folder), threads=1)).card
+    text = "once upon a time"
+    assert Tokenizer.from_files(card.files).encode(text) == Tokenizer.from_folder(folder).encode(text)
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_folder_that_lacks_a_file_is_refused_by_its_name(tmp_path: Path, missing: str) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    (folder / missing).unlink()
+    with pytest.raises(ModelError, match=missing.removeprefix("model.")):
+        assemble(WorkerSettings(model=str(folder), threads=1))
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="nothing"):
+        assemble(WorkerSettings(model=str(tmp_path / "nothing")))
