@@ -21,16 +21,22 @@ _BASES: dict[str, tuple[str, Object]] = {
     "podDefaults.nodeSelector": ("default", {}),
     "podDefaults.affinity": ("default", {}),
     "podDefaults.priorityClassName": ("default", {}),
-    "podDefaults.serviceAccount.existingName": ("default", {"podDefaults": {"serviceAccount": {"create": False, "existingName": "a"}}}),
+    "podDefaults.serviceAccount.existingName": (
+        "default",
+        {"podDefaults": {"serviceAccount": {"create": False, "existingName": "a"}}},
+    ),
     "networkPolicy.kedaFrom": ("trial", {}),
-    "poolDefaults.model.pvc": ("default", {"poolDefaults": {"model": {"source": "pvc", "pvc": {"claimName": "models"}}}}),
+    "poolDefaults.model.pvc": (
+        "default",
+        {"poolDefaults": {"model": {"source": "pvc", "pvc": {"claimName": "models"}}}},
+    ),
     "poolDefaults.model.image": ("image-volume", {}),
     "poolDefaults.model.hostPath": ("host-path", {}),
     "poolDefaults.model.init": ("init-model", {}),
     "poolDefaults.compileCache.claimName": ("host-path", {}),
     "poolDefaults.scaling.enabled": ("default", {}),
     "poolDefaults.replicas": ("default", {}),
-}  # fmt: skip
+}
 
 # Values that cannot be changed alone, or whose kind alone does not tell a second value.
 _OTHERS: dict[str, object] = {
@@ -81,9 +87,11 @@ _WITH: dict[str, Object] = {
 _TOGETHER: dict[str, Object] = {
     "poolDefaults.model.source": {"poolDefaults": {"model": {"init": {"image": "fetch:1"}}}},
     "poolDefaults.compileCache.type": {"poolDefaults": {"compileCache": {"claimName": "kernels"}}},
-    "poolDefaults.startup.budgetSeconds": {"poolDefaults": {"scaling": {"cooldownPeriod": 9000, "initialCooldownPeriod": 9000}}},
+    "poolDefaults.startup.budgetSeconds": {
+        "poolDefaults": {"scaling": {"cooldownPeriod": 9000, "initialCooldownPeriod": 9000}}
+    },
     "podDefaults.serviceAccount.create": {"podDefaults": {"serviceAccount": {"existingName": "a"}}},
-}  # fmt: skip
+}
 _NO_EFFECT = {
     "poolDefaults.model.pvc.accessMode": "only judges whether several workers may mount the claim: test_refusals",
     "checkApis": "only judges: test_refusals",
@@ -148,7 +156,7 @@ def placed(path: str, value: object, base: Object) -> Object:
 def beside(table: dict[str, Object], path: str) -> Object:
     more = table.get(path, {})
     if "poolDefaults" in more:
-        return {"pools": {pool: more["poolDefaults"] for pool in base_of(path)["pools"]}}
+        return {"pools": dict.fromkeys(base_of(path)["pools"], more["poolDefaults"])}
     return more
 
 
@@ -190,22 +198,35 @@ def test_07_false_is_obeyed(path: str) -> None:
     assert render_text(merged(base, placed(path, now, base))) != render_text(changed)
 
 
+_BEHAVIOR = "spec.advanced.horizontalPodAutoscalerConfig.behavior"
 ZEROS = {
     "api.replicas": ("Deployment", "demo-diffleet-api", "spec.replicas"),
     "api.rollout.maxUnavailable": ("Deployment", "demo-diffleet-api", "spec.strategy.rollingUpdate.maxUnavailable"),
     "api.pdb.maxUnavailable": ("PodDisruptionBudget", "demo-diffleet-api", "spec.maxUnavailable"),
     "api.drain.delaySeconds": ("ConfigMap", "demo-diffleet-api", "data.DIFFLEET_DRAIN_DELAY_S"),
     "api.drain.seconds": ("ConfigMap", "demo-diffleet-api", "data.DIFFLEET_DRAIN_S"),
-    "api.autoscaling.scaleDownWindowSeconds": ("HorizontalPodAutoscaler", "demo-diffleet-api", "spec.behavior.scaleDown.stabilizationWindowSeconds"),
+    "api.autoscaling.scaleDownWindowSeconds": (
+        "HorizontalPodAutoscaler",
+        "demo-diffleet-api",
+        "spec.behavior.scaleDown.stabilizationWindowSeconds",
+    ),
     "pools.x.replicas": ("Deployment", "demo-diffleet-worker-x", "spec.replicas"),
     "pools.x.drain.seconds": ("ConfigMap", "demo-diffleet-worker-x", "data.DIFFLEET_DRAIN_S"),
     "pools.x.rollout.maxSurge": ("Deployment", "demo-diffleet-worker-x", "spec.strategy.rollingUpdate.maxSurge"),
     "pools.x.pdb.maxUnavailable": ("PodDisruptionBudget", "demo-diffleet-worker-x", "spec.maxUnavailable"),
     "pools.x.settings.threads": ("ConfigMap", "demo-diffleet-worker-x", "data.DIFFLEET_THREADS"),
     "pools.s.scaling.min": ("ScaledObject", "demo-diffleet-worker-s", "spec.minReplicaCount"),
-    "pools.s.scaling.activation": ("ScaledObject", "demo-diffleet-worker-s", "spec.advanced.scalingModifiers.activationTarget"),
-    "pools.s.scaling.scaleUp.windowSeconds": ("ScaledObject", "demo-diffleet-worker-s", "spec.advanced.horizontalPodAutoscalerConfig.behavior.scaleUp.stabilizationWindowSeconds"),
-}  # fmt: skip
+    "pools.s.scaling.activation": (
+        "ScaledObject",
+        "demo-diffleet-worker-s",
+        "spec.advanced.scalingModifiers.activationTarget",
+    ),
+    "pools.s.scaling.scaleUp.windowSeconds": (
+        "ScaledObject",
+        "demo-diffleet-worker-s",
+        f"{_BEHAVIOR}.scaleUp.stabilizationWindowSeconds",
+    ),
+}
 
 
 @pytest.mark.parametrize("path", ZEROS)
