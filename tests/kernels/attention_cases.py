@@ -36,6 +36,7 @@ BATCHES = [
     Batch("causal", (0, 3), (tuple(range(1, 8)), tuple(range(4, 11)))),
     Batch("equal rows, contexts of one size", (8, 12, 8), ((12,) * 4, (16,) * 4, (12,) * 4)),
     Batch("equal rows, contexts from 4 to 132", (0, 128, 64, 4), ((4,) * 4, (132,) * 4, (68,) * 4, (8,) * 4)),
+    Batch("one group, contexts from 9 to 15", (8, 14, 11), ((9,), (15,), (12,))),
     Batch("fused commit beside prefill", (4, 0, 16), (blocks(4, 12, 4), blocks(0, 20, 4), blocks(16, 20, 4))),
     Batch("groups whose rows are not adjacent", (8, 0, 16, 1), ((9,), (3, 3, 3), (17,), (4, 4, 4))),
     Batch("visible ends that fall", (5,), ((9, 3, 7, 1),)),

@@ -211,9 +211,11 @@ def test_logits_looked_at_in_parts_propose_the_same(
     tokens = prompt_of(8) + [MASK] * BLOCK
     sampled = canvas_of(8, sampling=Sampling(temperature=0.9, top_p=0.8, seed=3), forbidden=(5, 6))
     greedy = canvas_of(8, decoding=EntropyBounded(confidence="filtered"), sampling=Sampling(top_k=3))
+    hot = canvas_of(8, sampling=Sampling(temperature=5.0, seed=4))
     rows = (
         row_of(model, tokens, 0, 12, (0, 1), sampled),
         row_of(model, tokens, 0, 12, (2, 3), greedy),
+        row_of(model, tokens, 0, 12, (4, 5), hot),
     )
     whole = runner(Plan(rows))
 
