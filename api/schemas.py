@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import PydanticCustomError
 
 from api.errors import invalid, of_validation, unsupported
+from shared.commands import COUNT_LIMIT
 from shared.decoding import Confidence
 
 Strategy = Literal[
@@ -120,13 +121,13 @@ class DiffusionOptions(BaseModel):
         default=None, description="Another word for strategy, with LLaDA's `low_confidence` for low_confidence_static."
     )
     threshold: float | None = Field(default=None, ge=0.0, le=1.0)
-    steps: int | None = Field(default=None, ge=1, description="Denoise steps of a block.")
+    steps: int | None = Field(default=None, ge=1, lt=COUNT_LIMIT, description="Denoise steps of a block.")
     bound: float | None = Field(default=None, gt=0.0, description="Entropy bound of `entropy_bounded`.")
     fallback: Literal["confidence", "leftmost"] | None = None
     confidence: Confidence | None = None
     filler_rules: bool | None = None
     block_length: int | None = Field(default=None, ge=1, le=4096)
-    max_nfe: int | None = Field(default=None, ge=1)
+    max_nfe: int | None = Field(default=None, ge=1, lt=COUNT_LIMIT)
     frame_interval_ms: int | None = Field(
         default=None, ge=0, le=10_000, description="Least time between two snapshots of stream_mode denoise."
     )
@@ -141,18 +142,22 @@ class GenerationBody(_Body):
     """What every generating endpoint takes."""
 
     model: str | None = Field(default=None, description="May be left out where only one model is served.")
-    max_tokens: int | None = Field(default=None, ge=1, description="Unset: 512, or what the context leaves.")
-    min_tokens: int | None = Field(default=None, ge=0)
+    max_tokens: int | None = Field(
+        default=None, ge=1, lt=COUNT_LIMIT, description="Unset: 512, or what the context leaves."
+    )
+    min_tokens: int | None = Field(default=None, ge=0, lt=COUNT_LIMIT)
     temperature: float | None = Field(default=None, ge=0.0, le=5.0, description="Unset: the model's own default.")
     top_p: float | None = Field(default=None, gt=0.0, le=1.0)
-    top_k: int | None = Field(default=None, ge=-1, description="0 or -1 keeps all tokens.")
+    top_k: int | None = Field(default=None, ge=-1, lt=COUNT_LIMIT, description="0 or -1 keeps all tokens.")
     min_p: float | None = Field(default=None, ge=0.0, le=1.0)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63, description="Unset: a fresh one for each request.")
     stop: Annotated[Annotated[list[StopString], Field(max_length=16)] | None, BeforeValidator(_as_list)] = None
     stop_token_ids: list[int] | None = Field(default=None, max_length=64)
     ignore_eos: bool | None = None
-    max_nfe: int | None = Field(default=None, ge=1, description="Cap on denoising forwards.")
-    max_repetition_run: int | None = Field(default=None, ge=1, description="End after so many equal tokens in a row.")
+    max_nfe: int | None = Field(default=None, ge=1, lt=COUNT_LIMIT, description="Cap on denoising forwards.")
+    max_repetition_run: int | None = Field(
+        default=None, ge=1, lt=COUNT_LIMIT, description="End after so many equal tokens in a row."
+    )
     block_length: int | None = Field(default=None, ge=1, le=4096)
     stream: bool | None = None
     stream_mode: StreamMode | None = Field(
@@ -190,7 +195,9 @@ class ChatMessage(_Body):
 class ChatBody(GenerationBody):
     messages: list[ChatMessage] = Field(min_length=1)
     stop: Annotated[Annotated[list[StopString], Field(max_length=4)] | None, BeforeValidator(_as_list)] = None
-    max_completion_tokens: int | None = Field(default=None, ge=1, description="Newer name of max_tokens; wins over it.")
+    max_completion_tokens: int | None = Field(
+        default=None, ge=1, lt=COUNT_LIMIT, description="Newer name of max_tokens; wins over it."
+    )
     stream_options: StreamOptions | None = None
 
     @property

@@ -17,9 +17,9 @@ from shared.decoding import Decoding
 
 WIRE_VERSION = 1
 
-_COUNT_LIMIT = 2**31
+COUNT_LIMIT = 2**31
 """Counts are below it: a payload from anywhere must not overflow a worker's integers."""
-_MS_LIMIT = 2**41
+MS_LIMIT = 2**41
 
 Lane = Literal["rt", "std", "bulk"]
 LANES: tuple[Lane, ...] = ("rt", "std", "bulk")
@@ -43,7 +43,7 @@ class Sampling(_Part):
     temperature: float = Field(default=0.0, ge=0.0, le=5.0, description="0 takes the most probable token.")
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     top_k: int = Field(
-        default=0, ge=0, lt=_COUNT_LIMIT, description="0 keeps all tokens; 1 takes the most probable one."
+        default=0, ge=0, lt=COUNT_LIMIT, description="0 keeps all tokens; 1 takes the most probable one."
     )
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     seed: int = Field(default=0, ge=0, lt=2**63)
@@ -52,24 +52,24 @@ class Sampling(_Part):
 class Limits(_Part):
     """When a request ends. Times are milliseconds from the submit."""
 
-    max_tokens: int = Field(default=512, ge=1, lt=_COUNT_LIMIT, description="Exact upper bound of produced tokens.")
-    min_tokens: int = Field(default=0, ge=0, lt=_COUNT_LIMIT)
+    max_tokens: int = Field(default=512, ge=1, lt=COUNT_LIMIT, description="Exact upper bound of produced tokens.")
+    min_tokens: int = Field(default=0, ge=0, lt=COUNT_LIMIT)
     max_nfe: int | None = Field(
         default=None,
         ge=1,
-        lt=_COUNT_LIMIT,
+        lt=COUNT_LIMIT,
         description="Cap on denoising forwards; what is left is filled in the last.",
     )
     max_repetition_run: int | None = Field(
-        default=None, ge=1, lt=_COUNT_LIMIT, description="End after this many equal tokens in a row."
+        default=None, ge=1, lt=COUNT_LIMIT, description="End after this many equal tokens in a row."
     )
     ignore_eos: bool = False
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     queue_ms: int | None = Field(
-        default=None, ge=1, lt=_MS_LIMIT, description="Expire if no worker has started by then."
+        default=None, ge=1, lt=MS_LIMIT, description="Expire if no worker has started by then."
     )
-    total_ms: int | None = Field(default=None, ge=1, lt=_MS_LIMIT, description="Expire if not finished by then.")
+    total_ms: int | None = Field(default=None, ge=1, lt=MS_LIMIT, description="Expire if not finished by then.")
 
 
 class Preview(_Part):
@@ -88,6 +88,11 @@ class Generate(_Part):
     limits: Limits = Limits()
     decoding: Decoding | None = Field(default=None, description="Unset: the model's own default.")
     block_length: int | None = Field(default=None, ge=1, le=4096, description="Unset: the model's own default.")
+    cache: Literal["none", "prefix", "dual"] | None = Field(
+        default=None,
+        description="Keys that a bidirectional family reuses within a block: none (exact), those before the block, or "
+        "all but the block's. Unset: the model's own default.",
+    )
     preview: Preview | None = None
     lane: Lane = "std"
     user: str | None = Field(default=None, max_length=256)

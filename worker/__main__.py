@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
-from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
@@ -182,8 +181,9 @@ def _await_redis(settings: WorkerSettings) -> None:
 
 
 def _without_password(url: str) -> str:
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+    scheme, _, rest = url.partition("://")
+    authority, slash, path = rest.partition("/")
+    return f"{scheme}://{authority.rpartition('@')[2]}{slash}{path}"
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:
