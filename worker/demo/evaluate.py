@@ -18,6 +18,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from worker.demo.chatml import ANSWER_START, STOP_ID, render_turns
+from worker.demo.export import load_model, stages_of
 from worker.demo.items import Item, Task
 from worker.demo.mix import held_out, with_system
 from worker.demo.reference_decoder import Generation, Settings
@@ -127,7 +128,7 @@ def write_report(report: Report, folder: Path, device: str, seconds: float, trai
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "device": device,
         "seconds": round(seconds, 1),
-        "tokens": (training or {}).get("tokens"),
+        "tokens": sum(stage["tokens"] for stage in stages_of(training)),
         "training": training,
     }
     path.write_text(json.dumps(head | report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -137,7 +138,6 @@ def main() -> None:
     """Evaluate a folder with the reference decoder."""
     import torch
 
-    from worker.demo.export import load_model
     from worker.demo.reference_decoder import ReferenceDecoder
 
     parser = argparse.ArgumentParser(description="Evaluate a demo model on held-out items.")

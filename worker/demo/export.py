@@ -17,6 +17,14 @@ from worker.demo.model import DemoModel, Shape
 BLOCK_LENGTH = 16
 THRESHOLD = 0.9
 
+_PURPOSE = {
+    "demo": """It exists so that a fresh installation answers at once on a CPU. It knows a set of small tasks (sums,
+sorting, text and JSON handling, dates, capitals, definitions, short stories, small talk), says so when asked for
+anything else, and can be wrong: do not rely on it.""",
+    "demo-nano": """It exists for tests: small enough to load at once, and too small to be right. Its texts have the
+right form, most of its sums do not add up.""",
+}
+
 
 def configuration(shape: Shape) -> dict[str, Any]:
     """Build config.json with the keys of the SDAR family."""
@@ -121,7 +129,7 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 
 def write_card(folder: Path, shape: Shape, training: Mapping[str, Any], parameters: int) -> None:
     """Write README.md, the model card."""
-    name, stages = folder.name, _stages(training)
+    name, stages = folder.name, stages_of(training)
     seconds, steps, tokens, answers = (
         sum(stage[key] for stage in stages) for key in ("seconds", "steps", "tokens", "answer_tokens")
     )
@@ -135,9 +143,7 @@ tags: [diffusion, block-diffusion, sdar, demo]
 # {name}
 
 A very small block-diffusion language model ({parameters / 1e6:.2f} million parameters, bf16) in the format of the SDAR
-family. It exists so that a fresh installation answers at once on a CPU. It knows a set of small tasks (sums, sorting,
-text and JSON handling, dates, capitals, definitions, short stories, small talk), says so when asked for anything else,
-and can be wrong: do not rely on it.
+family. {_PURPOSE.get(name, _PURPOSE["demo"])}
 
 | | |
 |---|---|
@@ -158,9 +164,9 @@ Build one with `python -m worker.demo.train --size {name.removeprefix("demo-")} 
     (folder / "README.md").write_text(text, encoding="utf-8")
 
 
-def _stages(training: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+def stages_of(training: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
     """The runs that led to a model, first one first."""
-    return [] if training is None else [*_stages(training.get("continues")), training]
+    return [] if training is None else [*stages_of(training.get("continues")), training]
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
