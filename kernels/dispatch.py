@@ -30,7 +30,7 @@ class Op(Generic[P, R]):
 
 
 def twin(module: str, name: str) -> Callable[..., Any]:
-    """Return `name` of `kernels.gpu.<module>`, imported at its first call: without a device Triton need not be there."""
+    """Return `name` of `kernels.gpu.<module>`, imported at its first call: only a device needs Triton."""
 
     @functools.cache
     def load() -> Callable[..., Any]:

@@ -21,7 +21,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None = None, eps:
     x [tokens, heads, head_dim], cos and sin from `rope_tables`, weight [heads, head_dim]. Pair i is (i, i + half).
     """
     if weight is not None:
-        x = F.rms_norm(x, x.shape[-1:], None, eps) * weight
+        x = F.rms_norm(x, x.shape[-1:], None, eps).mul_(weight)
     width = cos.shape[-1]
     if width < x.shape[-1]:
         return torch.cat((_rotate(x[..., :width], cos, sin), x[..., width:]), -1)
@@ -29,4 +29,4 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None = None, eps:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)

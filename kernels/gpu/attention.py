@@ -6,6 +6,7 @@ Splits are cut on the device from the visible ends, so a captured graph serves a
 """
 
 import functools
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -13,10 +14,20 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention import AttentionPlan
-from kernels.gpu.overlap import overlap_options, wait_for_inputs
+from kernels.gpu.overlap import overlap_options, release_next, wait_for_inputs
 
 _LOG2_E = 1.4426950408889634
 _MAX_SPLITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    block_m: int
+    """Packed rows: queries times the heads that share a KV head."""
+    block_n: int
+    """Keys taken in at once."""
+    warps: int
+    stages: int
 
 
 def attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
@@ -34,11 +45,30 @@ def attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, 
     if not tokens or not longest:
         return out
 
-    group = heads // kv_heads
-    block_d = max(16, triton.next_power_of_2(head_dim))
-    block_m, block_n, warps, stages = _tile(longest * group, block_d, q.element_size())
-    tiles = triton.cdiv(longest * group, block_m)
-    splits = _splits(rows * tiles * kv_heads, triton.cdiv(width * page_size, block_n), q.device)
+    packed = longest * (heads // kv_heads)
+    tile = choose_tile(packed, head_dim, q.element_size())
+    programs = rows * triton.cdiv(packed, tile.block_m) * kv_heads
+    splits = choose_splits(programs, triton.cdiv(width * page_size, tile.block_n), q.device)
+    return attend(q, k_pages, v_pages, plan, scale, longest, tile, splits, out)
+
+
+def attend(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    longest: int,
+    tile: Tile,
+    splits: int,
+    out: Tensor,
+) -> Tensor:
+    """Attend with a given tile and number of splits, a power of two; fill `out` and return it."""
+    tokens, heads, head_dim = q.shape
+    _, page_size, kv_heads, _ = k_pages.shape
+    rows = plan.page_table.shape[0]
+    tiles = triton.cdiv(longest * (heads // kv_heads), tile.block_m)
+    block_d = _block_d(head_dim)
     if splits == 1:
         parts = stats = out
     else:
@@ -66,12 +96,12 @@ def attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, 
         HEAD_DIM=head_dim,
         PAGE=page_size,
         SPLITS=splits,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
         BLOCK_D=block_d,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=warps,
-        num_stages=stages,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
         **options,
     )
     if splits > 1:
@@ -90,27 +120,30 @@ def attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, 
     return out
 
 
-def _tile(packed: int, block_d: int, element_size: int) -> tuple[int, int, int, int]:
-    """Return (query rows, key columns, warps, pipeline stages) of a tile, by what fits 227 KiB of shared memory."""
+def choose_tile(packed: int, head_dim: int, element_size: int) -> Tile:
+    """Return a tile by what fits 227 KiB of shared memory."""
     block_m = min(128, max(16, triton.next_power_of_2(packed)))
     if element_size > 2:
         # float32 is for comparisons; its products do not run on the matrix units.
-        return min(block_m, 32), 32, 4, 1
-    if block_d > 128:
-        return min(block_m, 64), 32, 4, 2
-    return block_m, 64, (8 if block_m == 128 else 4), 3
+        return Tile(min(block_m, 32), 32, 4, 1)
+    if head_dim > 128:
+        return Tile(min(block_m, 64), 32, 4, 2)
+    return Tile(block_m, 64, 8 if block_m == 128 else 4, 3)
 
 
-def _splits(programs: int, context_tiles: int, device: torch.device) -> int:
-    """Return in how many parts to cut the context: two programs for each multiprocessor, of two key tiles at least."""
-    wanted = 2 * _multiprocessors(device) // max(1, programs)
-    bound = max(1, min(wanted, context_tiles // 2, _MAX_SPLITS))
+def choose_splits(programs: int, context_tiles: int, device: torch.device) -> int:
+    """Return in how many parts to cut the context: as many as still run side by side."""
+    bound = max(1, min(_multiprocessors(device) // max(1, programs), context_tiles, _MAX_SPLITS))
     return 1 << (bound.bit_length() - 1)
+
+
+def _block_d(head_dim: int) -> int:
+    return max(16, triton.next_power_of_2(head_dim))
 
 
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
 
 
 @triton.jit(do_not_specialize=["tokens", "tiles", "table_stride"])
@@ -141,6 +174,7 @@ def _attend(
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    release_next(OVERLAP)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     row = tl.program_id(0) // tiles
     # The last tile of a row sees most: it starts first.
@@ -265,6 +299,7 @@ def _merge(
     BLOCK_D: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    release_next(OVERLAP)
     pair = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
     pairs = tokens.to(tl.int64) * HEADS
     split = tl.arange(0, SPLITS)

@@ -15,11 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.overlap import overlap_options, wait_for_inputs
+from kernels.gpu.overlap import overlap_options, prefetch_rows, release_next, wait_for_inputs
 from kernels.gpu.swiglu import swiglu
 
 # Above this cuBLAS, whose tiles reuse what they load, is as fast or faster (docs/benchmarks).
 MAX_TOKENS = 64
+# Weights of a row that are asked for in advance: 1 KiB.
+_PREFETCH = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,7 @@ def stream(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Tiling, *, ga
         counters = _counters(x.device)
         if tiles > counters.numel():
             raise ValueError(f"{tiles} tiles are too many to be split")
+    share = triton.cdiv(triton.cdiv(inputs, tiling.block_k), tiling.splits) * tiling.block_k
     _stream[(tiles, tiling.splits)](
         x,
         weight,
@@ -92,11 +95,11 @@ def stream(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Tiling, *, ga
         columns,
         inputs,
         x.stride(0),
-        triton.cdiv(triton.cdiv(inputs, tiling.block_k), tiling.splits) * tiling.block_k,
+        share,
         SPLITS=tiling.splits,
         BIAS=bias is not None,
         GATED=gated,
-        EVEN=columns % tiling.block_n == 0 and inputs % (tiling.block_k * tiling.splits) == 0,
+        EVEN=columns % tiling.block_n == 0 and inputs % (tiling.block_k * tiling.splits) == 0 and share >= _PREFETCH,
         BLOCK_M=block_m,
         BLOCK_N=tiling.block_n,
         BLOCK_K=tiling.block_k,
@@ -135,6 +138,7 @@ def _stream(
     BLOCK_K: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    release_next(OVERLAP)
     tile = tl.program_id(0)
     split = tl.program_id(1)
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -148,6 +152,12 @@ def _stream(
 
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     acc_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    if OVERLAP and EVEN:
+        # The memory would idle while the kernels before this one attend and norm.
+        ahead = weight_ptr + n.to(tl.int64) * inputs + begin
+        prefetch_rows(ahead)
+        if GATED:
+            prefetch_rows(ahead + gate_offset)
     wait_for_inputs(OVERLAP)
     for start in range(begin, stop, BLOCK_K):
         if EVEN:

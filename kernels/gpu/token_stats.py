@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.noise import gumbel, hash_key
-from kernels.gpu.overlap import overlap_options, wait_for_inputs
+from kernels.gpu.overlap import overlap_options, release_next, wait_for_inputs
 from kernels.token_stats import Filters, Noise, Proposals
 
 _BLOCK = 4096
@@ -57,15 +57,13 @@ def _propose(
         logits = logits.contiguous()
     device = logits.device
 
-    def numbers() -> Tensor:
-        return torch.zeros(rows, dtype=torch.float32, device=device)
-
+    numbers = torch.empty((3, rows), dtype=torch.float32, device=device)
     found = Proposals(
-        token=torch.zeros(rows, dtype=torch.int64, device=device),
-        confidence=numbers(),
-        entropy=numbers(),
-        margin=numbers(),
-        finite=torch.zeros(rows, dtype=torch.bool, device=device),
+        token=torch.empty(rows, dtype=torch.int64, device=device),
+        confidence=numbers[0],
+        entropy=numbers[1],
+        margin=numbers[2],
+        finite=torch.empty(rows, dtype=torch.bool, device=device),
     )
     if not rows:
         return found
@@ -173,6 +171,7 @@ def _reduce(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    release_next(OVERLAP)
     row = tl.program_id(0)
     part = tl.program_id(1)
     lane = tl.arange(0, BLOCK)
@@ -279,6 +278,7 @@ def _merge(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    release_next(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK)
     inside = part < splits
@@ -315,11 +315,15 @@ def _merge(
         falls = tl.where(masses > 0, (peaks - base) * masses, 0.0)
         mean = base + tl.sum((slopes + falls) * fade, 0) / tl.sum(masses * fade, 0)
         tl.store(entropy_ptr + row, tl.where(finite, tl.maximum(total - mean, 0.0), 0.0))
+    else:
+        tl.store(entropy_ptr + row, 0.0)
     if MARGIN:
         seconds = tl.load(parts_ptr + 5 * plane + at, mask=inside, other=float("-inf"))
         leader = tl.argmax(peaks, 0, tie_break_left=True)
         second = tl.maximum(tl.max(seconds, 0), tl.max(tl.where(part == leader, float("-inf"), peaks), 0))
         tl.store(margin_ptr + row, tl.where(finite, tl.exp(peak - total) - tl.exp(second - total), 0.0))
+    else:
+        tl.store(margin_ptr + row, 0.0)
 
 
 @triton.jit

@@ -61,7 +61,7 @@ class Linear(nn.Module):
         self.bias = _empty(outputs, device=device, dtype=dtype) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return kernels.linear(x, self.weight, self.bias)
 
 
 class Norm(nn.Module):
@@ -112,11 +112,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotation: Rotation, context: ForwardContext) -> Tensor:
         heads, kv_heads = self.shape.num_heads, self.shape.num_kv_heads
         qkv = self.qkv.forward(x).view(x.shape[0], heads + 2 * kv_heads, self.shape.head_dim)
-        qk, v = qkv.split((heads + kv_heads, kv_heads), 1)
-        qk = kernels.rope(qk, rotation.cos, rotation.sin, self.head_norm, self.shape.eps)
-        q, k = qk.split((heads, kv_heads), 1)
         k_pages, v_pages = context.kv[self.layer]
-        kernels.kv_write(k, v, k_pages, v_pages, context.attention.slots)
+        slots = context.attention.slots
+        q = kernels.rope_write(qkv, rotation.cos, rotation.sin, self.head_norm, self.shape.eps, k_pages, v_pages, slots)
         mixed = kernels.attention(q, k_pages, v_pages, context.attention, self.scale)
         return self.out.forward(mixed.reshape(x.shape[0], -1))
 
@@ -130,7 +128,7 @@ class GatedMLP(nn.Module):
         self.down = Linear(shape.intermediate_size, shape.hidden_size, False, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down.forward(kernels.swiglu(self.gate_up.forward(x)))
+        return self.down.forward(kernels.gated_linear(x, self.gate_up.weight))
 
 
 class DecoderLayer(nn.Module):
@@ -188,4 +186,4 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return [n, vocab] for the hidden states [n, hidden]."""
-        return F.linear(hidden, self.head)
+        return kernels.linear(hidden, self.head)
