@@ -29,6 +29,10 @@ class _Decoding(BaseModel):
         description="A position whose best token is filler takes no turn, and a block closes without further forwards "
         "once its stop token is committed with no mask before it. Off where a reference must be matched exactly.",
     )
+    early_stop: bool = Field(
+        default=True,
+        description="End as soon as the stop token stands with no mask before it; else when its block is decided.",
+    )
 
 
 class Threshold(_Decoding):
@@ -80,7 +84,41 @@ class EntropyBounded(_Decoding):
     bound: float = Field(default=0.35, gt=0.0)
 
 
+class SubBlock(_Decoding):
+    """Accept all with confidence > threshold and always the best, in one sub-block after the other (Fast-dLLM v2)."""
+
+    strategy: Literal["sub_block"] = "sub_block"
+    threshold: float = Field(default=0.9, ge=0.0, le=1.0)
+    sub_block_length: int = Field(default=8, ge=1, lt=2**31)
+    block_cache: bool = Field(
+        default=False, description="Run a sub-block alone once the whole block has been run, on the block's stale keys."
+    )
+
+
+class JointThreshold(_Decoding):
+    """Fill masks and revise tokens in one forward (LLaDA2.1).
+
+    Masks: all with confidence > threshold if they are at least `num_to_transfer`, else that many of the most confident.
+    Decided positions of the block: replaced where the best token differs and its probability > `editing_threshold`.
+    """
+
+    strategy: Literal["joint_threshold"] = "joint_threshold"
+    threshold: float = Field(default=0.95, ge=0.0, le=1.0)
+    editing_threshold: float = Field(default=0.9, ge=0.0, le=1.0)
+    num_to_transfer: int = Field(default=1, ge=1, lt=2**31)
+    max_post_steps: int = Field(
+        default=16, ge=0, lt=2**31, description="Budget of forwards that only edit, after the block's last mask."
+    )
+
+
 Decoding = Annotated[
-    Threshold | LowConfidenceStatic | LowConfidenceDynamic | Sequential | RandomOrder | EntropyBounded,
+    Threshold
+    | LowConfidenceStatic
+    | LowConfidenceDynamic
+    | Sequential
+    | RandomOrder
+    | EntropyBounded
+    | SubBlock
+    | JointThreshold,
     Field(discriminator="strategy"),
 ]

@@ -44,7 +44,7 @@ class Runner:
     @torch.inference_mode()
     def __call__(self, plan: Plan) -> Decision:
         """Write KV for every row's query range, then decide the rows with a canvas; the others get empty lists."""
-        canvases = _Canvases.of(plan, self._spec.logit_shift)
+        canvases = _Canvases.of(plan)
         hidden = self._forward(plan, canvases.sources)
         rows = len(plan.rows)
         decision = Decision([[]] * rows, [[]] * rows, [[]] * rows, [None] * rows)
@@ -64,7 +64,9 @@ class Runner:
                 device=self._device,
                 dtype=self._dtype,
             ),
-            positions=self._integers([position for row in rows for position in range(row.start, row.end)]),
+            positions=self._integers(
+                [position for row in rows for position in row.positions or range(row.start, row.end)]
+            ),
             kv=self._kv,
         )
         token_ids = self._integers([token for row in rows for token in row.token_ids])
@@ -130,12 +132,23 @@ class Runner:
             flat = values.new_zeros(shape[0] * shape[1])
             return flat.index_copy_(0, places, values).view(shape)
 
+        def grid(values: list[tuple[int, ...]]) -> Tensor:
+            return self._integers([[*row, *[0] * (canvases.width - len(row))] for row in values])
+
+        looked_at = spread(torch.ones_like(proposals.finite))
+        editable, current = torch.zeros_like(looked_at), torch.zeros_like(looked_at, dtype=torch.int64)
+        if any(canvas.editable for canvas in members):
+            editable = grid([canvas.editable for canvas in members]).bool()
+            current = grid(canvases.current)
         view = BlockView(
-            masked=spread(torch.ones_like(proposals.finite)),
+            masked=looked_at & ~editable,
             step=self._integers([canvas.step for canvas in members]),
             length=self._integers([len(canvas.masked) for canvas in members]),
             seed=self._integers([canvas.sampling.seed for canvas in members]),
             start=self._integers([canvas.start for canvas in members]),
+            editable=editable,
+            current=current,
+            undecided_at_first=self._integers([canvas.undecided_at_first for canvas in members]),
         )
         stats = TokenStats(
             token=spread(proposals.token),
@@ -147,7 +160,7 @@ class Runner:
         if any(canvas.last for canvas in members):
             last = torch.tensor([canvas.last for canvas in members], device=self._device)
         accepted = decide(stats, view, [canvas.decoding for canvas in members], last, self._filler_ids)
-        broken = (view.masked & ~spread(proposals.finite)).any(-1)
+        broken = (looked_at & ~spread(proposals.finite)).any(-1)
         columns = (accepted.tolist(), stats.token.tolist(), stats.confidence.tolist(), broken.tolist())
         for row, canvas, take, token, confidence, is_broken in zip(canvases.rows, members, *columns, strict=True):
             length = len(canvas.masked)
@@ -156,7 +169,7 @@ class Runner:
             decision.confidence[row] = confidence[:length]
             decision.failed[row] = "the model's logits are not finite" if is_broken else None
 
-    def _integers(self, values: ReadOnly[int]) -> Tensor:
+    def _integers(self, values: ReadOnly[int] | ReadOnly[ReadOnly[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
     def _floats(self, values: ReadOnly[float]) -> Tensor:
@@ -189,21 +202,31 @@ class _Canvases:
     """[wanted]: index in [canvases, width], flat."""
     sources: list[int]
     """[wanted]: token of the ragged batch whose hidden state proposes for the position."""
+    current: list[tuple[int, ...]]
+    """[canvases][block]: tokens on those canvases that have editable positions; else empty."""
 
     @classmethod
-    def of(cls, plan: Plan, logit_shift: int) -> "_Canvases":
+    def of(cls, plan: Plan) -> "_Canvases":
         width = max((len(row.canvas.masked) for row in plan.rows if row.canvas is not None), default=0)
-        found = cls([], [], width, [], [], [], [])
+        found = cls([], [], width, [], [], [], [], [])
         offset = 0
         for number, row in enumerate(plan.rows):
             if row.canvas is not None:
                 canvas, masked = row.canvas, row.canvas.masked
-                positions = list(compress(range(canvas.start, canvas.start + len(masked)), masked))
+                looked_at = [*map(any, zip(masked, canvas.editable, strict=True))] if canvas.editable else masked
+                positions = list(compress(range(canvas.start, canvas.start + len(masked)), looked_at))
                 first = len(found.members) * width - canvas.start
                 found.owners.extend([len(found.members)] * len(positions))
                 found.places.extend(first + position for position in positions)
                 # The first position of a window has no row before it and reads its own (Dream, Fast-dLLM v2).
-                found.sources.extend(offset + max(position - logit_shift - row.start, 0) for position in positions)
+                if row.positions is None:
+                    places = [max(position - canvas.shift - row.start, 0) for position in positions]
+                else:
+                    place_of = {position: place for place, position in enumerate(row.positions)}
+                    places = [place_of[position] for position in positions]
+                found.sources.extend(offset + place for place in places)
+                first_token = canvas.start - row.start
+                found.current.append(row.token_ids[first_token : first_token + len(masked)] if canvas.editable else ())
                 found.positions.extend(positions)
                 found.rows.append(number)
                 found.members.append(canvas)

@@ -45,9 +45,9 @@ def _decoding(entry: Entry) -> Decoding:
         threshold = args.get("confidence_threshold", _THRESHOLD)
     match strategy:
         case "sequential":
-            return Sequential(steps=steps, confidence=confidence, filler_rules=False)
+            return Sequential(steps=steps, confidence=confidence, filler_rules=False, early_stop=False)
         case "low_confidence_static":
-            return LowConfidenceStatic(steps=steps, confidence=confidence, filler_rules=False)
+            return LowConfidenceStatic(steps=steps, confidence=confidence, filler_rules=False, early_stop=False)
         case "low_confidence_dynamic":
             return LowConfidenceDynamic(
                 steps=steps,
@@ -55,10 +55,11 @@ def _decoding(entry: Entry) -> Decoding:
                 fallback="leftmost" if variant == "jetengine" else "confidence",
                 confidence=confidence,
                 filler_rules=False,
+                early_stop=False,
             )
         case "entropy_bounded":
             bound = args.get("eb_threshold", _ENTROPY_BOUND)
-            return EntropyBounded(bound=bound, confidence=confidence, filler_rules=False)
+            return EntropyBounded(bound=bound, confidence=confidence, filler_rules=False, early_stop=False)
         case _:
             raise ValueError(f"{entry['name']}: unknown strategy {strategy!r}")
 

@@ -115,6 +115,9 @@ def run(rows: list[Row], last: list[bool] | None = None) -> list[list[bool]]:
         length=torch.tensor([row.length for row in rows]),
         seed=torch.tensor([row.seed for row in rows]),
         start=torch.tensor([32] * len(rows)),
+        editable=torch.zeros(len(rows), width, dtype=torch.bool),
+        current=torch.zeros(len(rows), width, dtype=torch.int64),
+        undecided_at_first=torch.tensor([sum(row.masked) for row in rows]),
     )
     before = [getattr(view, field.name).clone() for field in fields(view)]
     accepted = decide(

@@ -1,7 +1,7 @@
 """Which positions of a canvas get their token now: one rule for each strategy, and what holds for all of them."""
 
 from collections.abc import Sequence as ReadOnly
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TypeVar, assert_never
 
 import torch
@@ -10,13 +10,23 @@ from torch import Tensor
 from shared.decoding import (
     Decoding,
     EntropyBounded,
+    JointThreshold,
     LowConfidenceDynamic,
     LowConfidenceStatic,
     RandomOrder,
     Sequential,
+    SubBlock,
     Threshold,
 )
-from worker.decoding import entropy_bounded, low_confidence, random_order, sequential, threshold
+from worker.decoding import (
+    entropy_bounded,
+    joint_threshold,
+    low_confidence,
+    random_order,
+    sequential,
+    sub_block,
+    threshold,
+)
 from worker.decoding.ranking import take_best
 from worker.decoding.types import BlockView, TokenStats
 
@@ -35,7 +45,7 @@ def decide(
     last: Tensor | None = None,
     filler_ids: Tensor | None = None,
 ) -> Tensor:
-    """Return [rows, block] bool: the masked positions that are accepted now.
+    """Return [rows, block] bool: the masked positions that are accepted now, and the editable ones that are revised.
 
     A row with masks accepts at least one. Rows of `last` [rows] bool accept all. Where a row's decoding has filler
     rules, a position whose proposal is one of `filler_ids` [n] takes no turn before the others: the end of a block is
@@ -44,11 +54,11 @@ def decide(
     masked = view.masked
     view = _without_filler(stats, view, decodings, filler_ids)
     accepted = _by_strategy(stats, view, decodings)
-    stuck = ~accepted.any(-1, keepdim=True)
+    stuck = ~(accepted & masked).any(-1, keepdim=True)
     accepted = accepted | (take_best(stats.confidence, view.masked) & stuck)
     if last is not None:
-        accepted = accepted | last[:, None]
-    return accepted & masked
+        accepted = accepted | (masked & last[:, None])
+    return accepted & (masked | view.editable)
 
 
 def _without_filler(
@@ -61,7 +71,7 @@ def _without_filler(
     rows = torch.tensor(ruled, device=view.masked.device)
     others = view.masked & ~(torch.isin(stats.token, filler_ids) & rows[:, None])
     masked = torch.where(others.any(-1, keepdim=True), others, view.masked)
-    return BlockView(masked, view.step, view.length, view.seed, view.start)
+    return replace(view, masked=masked)
 
 
 def _by_strategy(stats: TokenStats, view: BlockView, decodings: ReadOnly[Decoding]) -> Tensor:
@@ -115,5 +125,15 @@ def _accept(stats: TokenStats, view: BlockView, decodings: ReadOnly[Decoding]) -
             return random_order.accept(view, steps())
         case EntropyBounded():
             return entropy_bounded.accept(stats, view, column("bound", torch.float32))
+        case SubBlock():
+            return sub_block.accept(stats, view, column("threshold", torch.float32))
+        case JointThreshold():
+            return joint_threshold.accept(
+                stats,
+                view,
+                column("threshold", torch.float32),
+                column("editing_threshold", torch.float32),
+                column("num_to_transfer", torch.int64),
+            )
         case _:
             assert_never(kind)

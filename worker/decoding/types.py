@@ -36,3 +36,9 @@ class BlockView:
     """[rows] int64: the request's seed."""
     start: Tensor
     """[rows] int64: absolute position of the block's first token."""
+    editable: Tensor
+    """[rows, block] bool: decided, and the strategy may revise it."""
+    current: Tensor
+    """[rows, block] int64: the token on the canvas; only read where editable."""
+    undecided_at_first: Tensor
+    """[rows] int64: wanted masks when the block was opened."""

@@ -5,10 +5,14 @@ from itertools import count
 
 from shared.commands import Generate
 from shared.events import Event, FailCode
+from worker.engine.plan import Canvas
 from worker.engine.ports import Arrival, Decision, Forward, Inbox, Load, Outbox, Resume, TextDecoder
 from worker.engine.scheduler import BatchLimits, CacheShape, Scheduler
 from worker.engine.sequence import Sequence
 from worker.models.spec import ModelSpec
+
+_MOST_IDLE_STEPS = 64
+"""Schedules by time begin with steps that accept nothing (Dream); more of them in a row is a fault."""
 
 MakeText = Callable[[Generate, Resume], TextDecoder]
 
@@ -61,7 +65,7 @@ class Engine:
             if row.canvas is None:
                 sequence.written(row.end)
             else:
-                self._decide(sequence, decision, index, outbox.events)
+                self._decide(sequence, row.canvas, decision, index, outbox.events)
         return outbox
 
     # --- arrivals and departures
@@ -109,7 +113,7 @@ class Engine:
             return "too_long", message, "prompt"
         if spec.fixed_block_length and sequence.block_length != spec.block_length:
             return "unsupported", f"this model decodes blocks of {spec.block_length}", "block_length"
-        if not self._scheduler.can_ever_fit(sequence.block_length, sequence.limit):
+        if not self._scheduler.can_ever_fit(sequence):
             pool, budget = self._scheduler.pool, self._scheduler.limits.token_budget
             message = (
                 f"{sequence.limit} tokens in blocks of {sequence.block_length} do not fit this worker: "
@@ -126,13 +130,13 @@ class Engine:
 
     # --- decisions
 
-    def _decide(self, sequence: Sequence, decision: Decision, index: int, events: list[Event]) -> None:
+    def _decide(self, sequence: Sequence, canvas: Canvas, decision: Decision, index: int, events: list[Event]) -> None:
         failure = decision.failed[index]
         if failure is not None:
             self._fail(sequence, "nan", failure, events)
             return
-        accepted = sequence.apply(decision.accepted[index], decision.tokens[index], decision.confidence[index])
-        if accepted == 0:
+        sequence.apply(canvas, decision.accepted[index], decision.tokens[index], decision.confidence[index])
+        if sequence.idle_steps > _MOST_IDLE_STEPS:
             # A strategy that accepts nothing would run for ever.
             self._fail(sequence, "internal", "the decoding strategy made no progress", events)
         elif sequence.complete:

@@ -16,8 +16,8 @@ from worker.models.spec import Attention
 class Canvas:
     """The part of a row that is decided this step.
 
-    `masked[i]` tells whether the i-th position from `start` is undecided; a row never has `masked` all False. Positions
-    at or behind the request's limit are masked on the canvas but not listed here: nobody waits for them.
+    `masked[i]` tells whether the i-th position from `start` is undecided and wanted. Positions at or behind the
+    request's limit are masked in the input but not listed here: nobody waits for them.
     """
 
     start: int
@@ -32,13 +32,22 @@ class Canvas:
     decoding: Decoding
     stop_token_ids: tuple[int, ...]
     """Empty if the request ignores them."""
+    shift: int = 0
+    """Position p is proposed by the row's position p - shift; the first of a window has none before it: by its own."""
+    seed: bool = False
+    """The row commits the block before `start`, and its last position proposes the first token: the one that is masked
+    here is taken as it comes."""
+    editable: tuple[bool, ...] = ()
+    """[block length] or empty: decided positions whose token may be revised (token editing)."""
+    undecided_at_first: int = 0
+    """How many positions were masked when the block was opened: what schedules divide."""
     forbidden: tuple[int, ...] = ()
     """Token ids that may not be produced in this step, beyond the model's own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One request's share of a step: query positions [start, start + len(token_ids))."""
+    """One request's share of a step: query positions [start, start + len(token_ids)), in the order of storage."""
 
     request_id: str
     start: int
@@ -50,6 +59,8 @@ class Row:
     """Page numbers of positions 0.. in order; they cover every visible position."""
     canvas: Canvas | None
     """None: the row only writes KV (a chunk of a long prompt)."""
+    positions: tuple[int, ...] | None = None
+    """For each query the position that its token has in the text, where that is not its place of storage."""
 
     @property
     def end(self) -> int:
@@ -66,20 +77,27 @@ class Plan:
         return sum(len(row.token_ids) for row in self.rows)
 
 
-def visible_end(attention: Attention, position: int, block_length: int, canvas_end: int) -> int:
-    """Return the first position that the query at `position` does not see."""
+def visible_end(attention: Attention, position: int, block_length: int, canvas_end: int, origin: int = 0) -> int:
+    """Return the first position that the query at `position` does not see.
+
+    Blocks begin at `origin`; what lies before it counts as one block.
+    """
     match attention:
         case Attention.CAUSAL:
             return position + 1
         case Attention.BLOCK_CAUSAL:
-            return (position // block_length + 1) * block_length
+            if position < origin:
+                return origin
+            return origin + ((position - origin) // block_length + 1) * block_length
         case Attention.BIDIRECTIONAL:
             return canvas_end
 
 
-def visible_ends(attention: Attention, start: int, end: int, block_length: int, canvas_end: int) -> tuple[int, ...]:
+def visible_ends(
+    attention: Attention, start: int, end: int, block_length: int, canvas_end: int, origin: int = 0
+) -> tuple[int, ...]:
     """Return `visible_end` for each position of [start, end)."""
-    return tuple(visible_end(attention, position, block_length, canvas_end) for position in range(start, end))
+    return tuple(visible_end(attention, position, block_length, canvas_end, origin) for position in range(start, end))
 
 
 def chunk_end(start: int, end: int, block_length: int, budget: int) -> int:

@@ -60,10 +60,14 @@ class Scheduler:
         self.pool.give_back(sequence.pages)
         sequence.pages = []
 
-    def can_ever_fit(self, block_length: int, limit: int) -> bool:
+    def can_ever_fit(self, sequence: Sequence) -> bool:
         """True if a request, run to its limit, has pages when it is alone and budget beside a prefill's share."""
-        last_end = -(-limit // block_length) * block_length
-        return self.pool.pages_for(last_end) <= self.pool.num_pages and 4 * block_length <= self.limits.token_budget
+        origin, block = sequence.origin, sequence.block_length
+        last_end = max(origin - (origin - sequence.limit) // block * block, sequence.reach)
+        if self.pool.pages_for(last_end) > self.pool.num_pages:
+            return False
+        # A window that cannot be cut may exceed the budget: it then runs alone.
+        return 4 * block <= self.limits.token_budget or not sequence.window().divisible
 
     def plan(self, step: int) -> tuple[Plan, list[Sequence]]:
         """Return the next step's plan and the sequences of its rows, in the same order."""
@@ -77,7 +81,7 @@ class Scheduler:
     # --- pages
 
     def _missing(self, sequence: Sequence) -> int:
-        return self.pool.pages_for(sequence.block_end) - len(sequence.pages)
+        return self.pool.pages_for(sequence.reach) - len(sequence.pages)
 
     def _grow(self) -> None:
         """Give running sequences the pages of their active block, oldest first."""
@@ -122,21 +126,22 @@ class Scheduler:
         ready = [s for s in self.running if self._missing(s) <= 0]
         # Longest unplanned first, so that rows which did not fit this time go first next time.
         ready.sort(key=lambda s: (s.planned_at, s.order))
-        denoise = [s for s in ready if s.block_end - s.cached <= 2 * s.block_length]
-        prefill = [s for s in ready if s.block_end - s.cached > 2 * s.block_length]
-        reserve = budget // 4 if prefill else 0
-        wide = min((s.block_length for s in prefill), default=0)
-        left = budget - max(reserve, wide)
+        windows = [(sequence, sequence.window()) for sequence in ready]
+        prefill = [(s, w) for s, w in windows if w.divisible and w.end - w.start > 2 * s.block_length]
+        denoise = [(s, w) for s, w in windows if not (w.divisible and w.end - w.start > 2 * s.block_length)]
+        # A prompt gets a quarter of the budget at least, and never less than the block that a chunk must hold.
+        share = max(budget // 4, min(s.block_length for s, _ in prefill)) if prefill else 0
+        left = budget - share
         pairs: list[tuple[Sequence, Row]] = []
-        for sequence in denoise:
-            cost = sequence.block_end - sequence.cached
-            if cost <= left:
-                pairs.append((sequence, sequence.row(sequence.block_end)))
+        for sequence, window in denoise:
+            cost = window.end - window.start
+            if cost <= left or (not pairs and not prefill and not window.divisible):
+                pairs.append((sequence, sequence.row(window, window.end)))
                 left -= cost
-        left += max(reserve, wide)
-        for sequence in prefill:
-            end = chunk_end(sequence.cached, sequence.block_end, sequence.block_length, left)
-            if end > sequence.cached:
-                pairs.append((sequence, sequence.row(end)))
-                left -= end - sequence.cached
+        left += share
+        for sequence, window in prefill:
+            end = chunk_end(window.start, window.end, sequence.block_length, left)
+            if end > window.start:
+                pairs.append((sequence, sequence.row(window, end)))
+                left -= end - window.start
         return pairs

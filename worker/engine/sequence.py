@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence as ReadOnly
 from dataclasses import dataclass, field
+from typing import assert_never
 
 from shared.commands import Generate
-from shared.decoding import Decoding
+from shared.decoding import Decoding, JointThreshold, SubBlock
 from shared.events import Delta, FailCode, Failed, FinishDetail, Finished, Snapshot, Usage
 from worker.engine.plan import Canvas, Row, visible_ends
 from worker.engine.ports import Arrival, TextDecoder
 from worker.engine.stopping import Stop, first_of, reason_of, repetition_run
-from worker.models.spec import ModelSpec
+from worker.engine.window import Block, Window, next_window
+from worker.models.spec import Commit, ModelSpec
 
 
 @dataclass(slots=True)
@@ -29,6 +31,8 @@ class Sequence:
     text: TextDecoder
     decoding: Decoding
     block_length: int
+    origin: int
+    """Where blocks begin: 0, or the prompt's end."""
     stop_ids: frozenset[int]
     limit: int
     """First position that the request may not produce: prompt + max_tokens, or the model's length."""
@@ -37,6 +41,8 @@ class Sequence:
     block_start: int
     masked: list[bool]
     confidence: list[float]
+    undecided_at_first: int
+    """Wanted positions that were masked when the active block was opened."""
     published: int
     """First position not yet in a delta."""
     settled: int
@@ -49,6 +55,12 @@ class Sequence:
     """Positions whose keys and values in the pages are final."""
     pages: list[int] = field(default_factory=list[int])
     pending_text: str = ""
+    edited: int = 0
+    """Decided positions that the last forward revised."""
+    edit_steps: int = 0
+    """Forwards spent on the active block after its last mask was gone (token editing)."""
+    idle_steps: int = 0
+    """Forwards in a row that accepted nothing."""
     closed: int | None = None
     """Position of a stop token accepted in the active block: nothing behind it is wanted."""
     stop: Stop | None = None
@@ -62,7 +74,9 @@ class Sequence:
         """Rebuild the state at the last committed block boundary."""
         request, resume = arrival.request, arrival.resume
         limits = request.limits
-        block_length = request.block_length or spec.block_length
+        limit = min(len(request.prompt) + limits.max_tokens, spec.max_model_len)
+        origin = len(request.prompt) if spec.blocks_after_prompt else 0
+        block_length = request.block_length or spec.block_length or max(1, limit - origin)
         decoding = request.decoding or spec.decoding
         if limits.ignore_eos and decoding.filler_rules:
             # Filler is ordinary output for a request that runs on behind its end.
@@ -77,12 +91,14 @@ class Sequence:
             text=text,
             decoding=decoding,
             block_length=block_length,
+            origin=origin,
             stop_ids=frozenset(stop_ids),
-            limit=min(len(request.prompt) + limits.max_tokens, spec.max_model_len),
+            limit=limit,
             tokens=[*request.prompt, *resume.token_ids],
             block_start=0,
             masked=[],
             confidence=[],
+            undecided_at_first=0,
             published=produced,
             settled=produced,
             seq=resume.seq,
@@ -106,7 +122,12 @@ class Sequence:
 
     @property
     def block_end(self) -> int:
-        return self.block_start + self.block_length
+        return self.block_start + len(self.masked)
+
+    @property
+    def reach(self) -> int:
+        """First position that no forward of the active block touches: what its pages must hold."""
+        return len(self.tokens)
 
     @property
     def at_boundary(self) -> bool:
@@ -121,16 +142,33 @@ class Sequence:
 
     @property
     def wanted(self) -> tuple[bool, ...]:
-        """[block length]: undecided positions that the request needs."""
-        end = self.wanted_end - self.block_start
-        return tuple(masked and index < end for index, masked in enumerate(self.masked))
+        """[block length]: undecided positions of the sub-block in turn that the request needs."""
+        first, end = self.part
+        first, end = first - self.block_start, min(end, self.wanted_end) - self.block_start
+        return tuple(masked and first <= index < end for index, masked in enumerate(self.masked))
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """The first sub-block with an undecided wanted position; the whole block where there are none."""
+        length = self.decoding.sub_block_length if isinstance(self.decoding, SubBlock) else None
+        if length is None:
+            return self.block_start, self.block_end
+        wanted = self.wanted_end - self.block_start
+        first = next((index for index, masked in enumerate(self.masked[:wanted]) if masked), 0) // length * length
+        return self.block_start + first, min(self.block_start + first + length, self.block_end)
 
     @property
     def complete(self) -> bool:
         """The active block is decided as far as it is needed."""
-        if self.stop is not None and self.decoding.filler_rules:
+        if self.stop is not None and self.decoding.early_stop:
             return True
-        return not any(self.wanted)
+        if any(self.wanted):
+            return False
+        if not isinstance(self.decoding, JointThreshold):
+            return True
+        # Editing goes on until a forward without masks changes nothing, within its budget.
+        most = self.decoding.max_post_steps
+        return self.edit_steps >= most or (self.edit_steps > 0 and self.edited == 0)
 
     @property
     def usage(self) -> Usage:
@@ -138,56 +176,148 @@ class Sequence:
 
     # --- one step
 
-    def row(self, end: int) -> Row:
-        """Return the row for query positions [cached, end); `end` is the block's end, or a chunk boundary before it."""
+    def window(self) -> Window:
+        """Return the query positions of the next forward."""
+        part = self.part
+        block = Block(
+            start=self.block_start,
+            end=self.block_end,
+            canvas_end=len(self.tokens),
+            cached=self.cached,
+            known=self._known,
+            fresh=self.step == 0,
+            first_masked=self.masked[0],
+            part=part,
+            part_masked=self._is_masked(part[0]),
+            part_cached=isinstance(self.decoding, SubBlock) and self.decoding.block_cache,
+        )
+        cache = self.request.cache or self.spec.cache
+        return next_window(self.spec.commit, block, cache, self.spec.blocks_after_prompt)
+
+    def row(self, window: Window, end: int) -> Row:
+        """Return the row of a window that is cut at `end`."""
+        spec, cut = self.spec, end < window.end
+        positions = None
+        tokens = self.tokens[window.start : end]
+        if spec.commit is Commit.REORDERED and window.denoises:
+            positions = tuple(sorted(range(window.start, end), key=self._is_open))
+            tokens = [self.tokens[position] for position in positions]
+        attention = spec.attention if window.denoises else spec.context or spec.attention
+        if cut or not (window.denoises or window.seeds):
+            canvas = None
+        else:
+            canvas = self._seed_canvas() if window.seeds else self._canvas()
         return Row(
             request_id=self.id,
-            start=self.cached,
-            token_ids=tuple(self.tokens[self.cached : end]),
-            visible_end=visible_ends(self.spec.attention, self.cached, end, self.block_length, end),
+            start=window.start,
+            token_ids=tuple(tokens),
+            visible_end=visible_ends(attention, window.start, end, self.block_length, end, self.origin),
             pages=tuple(self.pages),
-            canvas=self._canvas() if end == self.block_end else None,
+            canvas=canvas,
+            positions=positions,
         )
 
     def _canvas(self) -> Canvas:
-        limits = self.request.limits
-        # Without a minimum a stop may come at once, also in the block that the prompt's end shares.
-        too_early = limits.min_tokens > 0 and self.block_start < self.prompt_length + limits.min_tokens
+        wanted = self.wanted
+        editable: tuple[bool, ...] = ()
+        if isinstance(self.decoding, JointThreshold):
+            first = max(self.prompt_length - self.block_start, 0)
+            editable = tuple(index >= first and not masked for index, masked in enumerate(self.masked))
         return Canvas(
             start=self.block_start,
-            masked=self.wanted,
+            masked=wanted,
             step=self.step,
-            last=limits.max_nfe is not None and self.nfe + 1 >= limits.max_nfe,
+            last=self._last,
             sampling=self.request.sampling,
             decoding=self.decoding,
             stop_token_ids=tuple(sorted(self.stop_ids)),
-            forbidden=tuple(sorted(self.stop_ids)) if too_early else (),
+            shift=self.spec.logit_shift,
+            editable=editable,
+            undecided_at_first=self.undecided_at_first,
+            forbidden=self._forbidden,
         )
 
+    def _seed_canvas(self) -> Canvas:
+        return Canvas(
+            start=self.block_start,
+            masked=(True, *[False] * (len(self.masked) - 1)),
+            step=0,
+            last=True,
+            sampling=self.request.sampling,
+            decoding=self.decoding,
+            stop_token_ids=tuple(sorted(self.stop_ids)),
+            shift=1,
+            seed=True,
+            undecided_at_first=1,
+            forbidden=self._forbidden,
+        )
+
+    @property
+    def _last(self) -> bool:
+        max_nfe = self.request.limits.max_nfe
+        return max_nfe is not None and self.nfe + 1 >= max_nfe
+
+    @property
+    def _forbidden(self) -> tuple[int, ...]:
+        least = self.request.limits.min_tokens
+        # Without a minimum a stop may come at once, also in the block that the prompt's end shares.
+        too_early = least > 0 and self.block_start < self.prompt_length + least
+        return tuple(sorted(self.stop_ids)) if too_early else ()
+
+    @property
+    def _known(self) -> int:
+        """End of the contiguous decided prefix; unlike `settled` it may lie behind a stop."""
+        return self.block_start + next((i for i, masked in enumerate(self.masked) if masked), len(self.masked))
+
+    def _is_open(self, position: int) -> bool:
+        return position >= self.block_start and self._is_masked(position)
+
     def written(self, end: int) -> None:
-        """A forward has written final keys and values up to `end` (a chunk of the prompt)."""
+        """A forward has written final keys and values up to `end`, deciding nothing."""
         self.cached = end
 
-    def apply(self, accepted: ReadOnly[bool], tokens: ReadOnly[int], confidence: ReadOnly[float]) -> int:
-        """Write one step's decision on the canvas; return how many positions were accepted.
-
-        [block length] each. The forward also made everything before the block final.
-        """
-        wanted = self.wanted
-        self.cached = self.block_start
-        self.step += 1
+    def apply(
+        self, canvas: Canvas, accepted: ReadOnly[bool], tokens: ReadOnly[int], confidence: ReadOnly[float]
+    ) -> None:
+        """Write one step's decision on the canvas; [block length] each."""
+        self._advance_cache(canvas)
         self.nfe += 1
-        count = 0
-        for index, take in enumerate(accepted[: self.block_length]):
-            if take and wanted[index]:
-                self.tokens[self.block_start + index] = tokens[index]
-                self.confidence[index] = confidence[index]
+        if not canvas.seed:
+            self.step += 1
+            self.edit_steps += not any(canvas.masked)
+        taken, self.edited = 0, 0
+        for index, take in enumerate(accepted[: len(self.masked)]):
+            if not take:
+                continue
+            position = self.block_start + index
+            if canvas.masked[index]:
                 self.masked[index] = False
-                count += 1
+                taken += 1
+            elif canvas.editable and canvas.editable[index]:
+                self.edited += tokens[index] != self.tokens[position]
+            else:
+                continue
+            self.tokens[position], self.confidence[index] = tokens[index], confidence[index]
+        self.idle_steps = 0 if taken or not any(canvas.masked) else self.idle_steps + 1
         if self.decoding.filler_rules:
             self._close()
-        self._settle()
-        return count
+        if not isinstance(self.decoding, JointThreshold) or self.complete:
+            # A token that may still be revised is nobody's yet.
+            self._settle()
+
+    def _advance_cache(self, canvas: Canvas) -> None:
+        """Note which keys the forward over `canvas` has made final."""
+        match self.spec.commit:
+            case Commit.FUSED:
+                self.cached = self.block_start
+            case Commit.SEEDED:
+                self.cached = canvas.start
+            case Commit.REFRESHED:
+                self.cached = 0
+            case Commit.REORDERED:
+                self.cached = self._known
+            case _:
+                assert_never(self.spec.commit)
 
     def _close(self) -> None:
         """Once a stop token is accepted, what stands behind it in the block is filler, without further forwards."""
@@ -257,18 +387,26 @@ class Sequence:
         )
 
     def enter_next_block(self) -> None:
-        """Open the block behind the committed one; its keys become final with the next block's first forward."""
+        """Open the block behind the committed one."""
         self._open(self.block_end)
 
     def _open(self, first_undecided: int) -> None:
         """Make the block that holds `first_undecided` the active one, masked from there on."""
-        self.block_start = first_undecided // self.block_length * self.block_length
-        decided = first_undecided - self.block_start
-        missing = self.block_length - decided
-        self.tokens[first_undecided:] = [self.spec.mask_token_id] * missing
-        self.masked = [False] * decided + [True] * missing
-        self.confidence = [1.0] * decided + [0.0] * missing
-        self.step = 0
+        length, spec = self.block_length, self.spec
+        start = self.origin + (first_undecided - self.origin) // length * length
+        end = start + length
+        if spec.commit is Commit.REORDERED:
+            end = min(end, max(self.limit, first_undecided))
+        # A family that sees its whole canvas has the later blocks before it, all masked.
+        reach = self.origin - (self.origin - self.limit) // length * length
+        reach = max(end, reach) if spec.commit is Commit.REFRESHED else end
+        self.tokens[first_undecided:] = [spec.mask_token_id] * (reach - first_undecided)
+        decided = first_undecided - start
+        self.block_start = start
+        self.masked = [False] * decided + [True] * (end - first_undecided)
+        self.confidence = [1.0] * decided + [0.0] * (end - first_undecided)
+        self.undecided_at_first = max(0, min(end, self.limit) - first_undecided)
+        self.step = self.edited = self.edit_steps = self.idle_steps = 0
         self.closed = None
 
     def evict(self) -> list[int]:

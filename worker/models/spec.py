@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 from shared.decoding import Decoding
 
@@ -15,6 +16,21 @@ class Attention(StrEnum):
     """The whole canvas."""
     CAUSAL = "causal"
     """Everything up to the position itself."""
+
+
+class Commit(StrEnum):
+    """How the keys and values of a finished block become final."""
+
+    FUSED = "fused"
+    """The next block's first denoise forward writes them (block-causal families)."""
+    SEEDED = "seeded"
+    """A forward of their own writes them, and its last row proposes the next block's first token (Fast-dLLM v2,
+    Nemotron-Labs-Diffusion; with a block length of 1 this is autoregressive decoding)."""
+    REFRESHED = "refreshed"
+    """Never: every position sees the whole canvas, and each block begins with a forward over it (LLaDA, Dream)."""
+    REORDERED = "reordered"
+    """Known tokens stand before masks in the order of storage and attention is causal in that order, so the contiguous
+    known prefix is final as soon as it is written (WeDLM)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +48,7 @@ class ModelSpec:
     mask_token_id: int
     stop_token_ids: tuple[int, ...]
     block_length: int
+    """Default; 0: the whole canvas is one block."""
     max_model_len: int
     num_layers: int
     hidden_size: int
@@ -44,5 +61,12 @@ class ModelSpec:
     never_sampled: tuple[int, ...] = ()
     logit_shift: int = 0
     """Position i's token is read from row i - logit_shift (1 for Dream and Fast-dLLM v2)."""
+    commit: Commit = Commit.FUSED
+    context: Attention | None = None
+    """What prompt and committed blocks see while they are written; None: `attention`."""
+    cache: Literal["none", "prefix", "dual"] = "none"
+    """Keys that a refreshed family reuses within a block, unless a request says otherwise."""
+    blocks_after_prompt: bool = False
+    """True: the first block begins behind the prompt; else at position 0, so that it may hold the prompt's tail."""
     fixed_block_length: bool = False
     """True if only `block_length` works (canvas models); else a request may choose."""

@@ -1,0 +1,80 @@
+"""Which positions a request runs in the next step. Pure rules, one for each way in which a family commits blocks."""
+
+from dataclasses import dataclass
+from typing import Literal, assert_never
+
+from worker.models.spec import Commit
+
+Cache = Literal["none", "prefix", "dual"]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Where a request stands."""
+
+    start: int
+    end: int
+    canvas_end: int
+    """End of the last block, for families that see it; else the block's own end."""
+    cached: int
+    known: int
+    """End of the contiguous decided prefix."""
+    fresh: bool
+    """No denoise forward has been spent on the block."""
+    first_masked: bool
+    """The block's first position is undecided."""
+    part: tuple[int, int]
+    """The sub-block that is decided now; the whole block where there are none."""
+    part_masked: bool
+    """The first position of `part` is undecided."""
+    part_cached: bool
+    """The strategy runs a sub-block alone once the whole block has been run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Query positions [start, end), in places of storage."""
+
+    start: int
+    end: int
+    denoises: bool
+    """The block is decided in it; else it writes what comes before the block."""
+    seeds: bool = False
+    """Its last position proposes the block's first token."""
+    divisible: bool = False
+    """May be cut short at a block boundary and go on in the next step."""
+
+
+def next_window(commit: Commit, block: Block, cache: Cache, blocks_after_prompt: bool) -> Window:
+    """Return what the request's next forward runs."""
+    match commit:
+        case Commit.FUSED:
+            # A prompt that is one block of its own sees all of itself and cannot be cut.
+            return Window(block.cached, block.end, denoises=True, divisible=not blocks_after_prompt)
+        case Commit.SEEDED:
+            return _seeded(block)
+        case Commit.REFRESHED:
+            return _refreshed(block, cache)
+        case Commit.REORDERED:
+            if block.known - block.cached > block.end - block.start:
+                return Window(block.cached, block.known, denoises=False, divisible=True)
+            return Window(block.cached, block.end, denoises=True)
+        case _:
+            assert_never(commit)
+
+
+def _seeded(block: Block) -> Window:
+    if block.cached < block.start:
+        return Window(block.cached, block.start, denoises=False, seeds=block.first_masked, divisible=True)
+    if block.part_cached and not block.fresh and not block.part_masked:
+        return Window(*block.part, denoises=True)
+    return Window(block.start, block.end, denoises=True)
+
+
+def _refreshed(block: Block, cache: Cache) -> Window:
+    """Fast-dLLM (arXiv 2505.22618) section 3.1: the first forward of a block renews all keys, later ones its own."""
+    if block.fresh or cache == "none":
+        return Window(0, block.canvas_end, denoises=True)
+    if cache == "prefix":
+        return Window(block.start, block.canvas_end, denoises=True)
+    return Window(block.start, block.end, denoises=True)
