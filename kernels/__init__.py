@@ -1,6 +1,8 @@
 """The operations of a forward. Each module's function is the reference; `OPS` pairs it with its fused twin."""
 
 from kernels.attention import attention as _attention
+from kernels.canvas import canvas_advance as _canvas_advance
+from kernels.canvas import canvas_query as _canvas_query
 from kernels.dispatch import Op, twin
 from kernels.kv_write import kv_write as _kv_write
 from kernels.linear import gated_linear as _gated_linear
@@ -15,6 +17,8 @@ from kernels.swiglu import swiglu as _swiglu
 from kernels.token_stats import token_stats as _token_stats
 
 attention = Op(_attention, twin("attention", "attention"))
+canvas_advance = Op(_canvas_advance, twin("canvas", "canvas_advance"))
+canvas_query = Op(_canvas_query, twin("canvas", "canvas_query"))
 experts = Op(_experts, twin("moe", "experts"))
 gated_linear = Op(_gated_linear, twin("linear", "gated_linear"))
 kv_write = Op(_kv_write, twin("kv_write", "kv_write"))
@@ -29,6 +33,8 @@ token_stats = Op(_token_stats, twin("token_stats", "token_stats"))
 
 OPS = {
     "attention": attention,
+    "canvas_advance": canvas_advance,
+    "canvas_query": canvas_query,
     "experts": experts,
     "gated_linear": gated_linear,
     "kv_write": kv_write,

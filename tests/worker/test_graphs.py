@@ -1,0 +1,124 @@
+"""Rows that the device decodes by itself, against a loop that recomputes everything from the tokens each step."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import kernels
+from kernels.attention import plan_attention
+from kernels.canvas import Field, Layout, Rule
+from tests.fleet.models import BLOCK_LENGTH as BLOCK
+from tests.fleet.models import VOCAB, write_tiny_model
+from worker.graphs import StepGraphs
+from worker.models import LoadedModel, load_model
+from worker.models.layers import ForwardContext
+
+PAGE = 8
+STEPS = 2
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+PROMPTS = [list(range(20, 20 + 8)), list(range(40, 40 + 14)), [7, 9, 11], list(range(60, 60 + 4))]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load_model(write_tiny_model(tmp_path_factory.mktemp("model")), device=DEVICE)
+
+
+def _context(
+    model: LoadedModel, tokens: list[int], pages: list[int], kv: tuple[tuple[Tensor, Tensor], ...]
+) -> ForwardContext:
+    ends = [[(position // BLOCK + 1) * BLOCK for position in range(len(tokens))]]
+    plan = plan_attention([0], ends, [pages], PAGE, device=model.device, dtype=model.dtype)
+    return ForwardContext(plan, torch.arange(len(tokens), device=model.device), kv)
+
+
+def _pages(model: LoadedModel, count: int) -> tuple[tuple[Tensor, Tensor], ...]:
+    spec = model.spec
+    shape = (2, spec.num_layers, count, PAGE, spec.num_kv_heads, spec.head_dim)
+    keys, values = torch.zeros(shape, dtype=model.dtype, device=model.device)
+    return tuple(zip(keys, values, strict=True))
+
+
+def _barred(model: LoadedModel) -> Tensor:
+    barred = torch.zeros(VOCAB, dtype=torch.bool, device=model.device)
+    barred[model.spec.mask_token_id] = True
+    return barred
+
+
+@torch.inference_mode()
+def _decode_alone(model: LoadedModel, prompt: list[int], count: int) -> list[int]:
+    """Decode without a cache: the whole text, its open block included, passes the model in every step."""
+    limit = len(prompt) + count
+    tokens, kv = list(prompt), _pages(model, 16)
+    while len(tokens) < limit:
+        start = len(tokens) // BLOCK * BLOCK
+        masked = [position for position in range(len(tokens), start + BLOCK) if position < limit]
+        tokens += [model.spec.mask_token_id] * (start + BLOCK - len(tokens))
+        while masked:
+            ids = torch.tensor(tokens, device=model.device)
+            hidden = model.module.forward(ids, _context(model, tokens, list(range(16)), kv))
+            found = kernels.token_stats(model.module.logits(hidden), barred=_barred(model))
+            order = sorted(masked, key=lambda p, c=found.confidence: -float(c[p]))
+            for position in order[: BLOCK // STEPS]:
+                tokens[position] = int(found.token[position])
+                masked.remove(position)
+    return tokens[len(prompt) : limit]
+
+
+@torch.inference_mode()
+def _decode_together(
+    model: LoadedModel, prompts: list[list[int]], count: int, paired: bool, late: bool
+) -> list[list[int]]:
+    width, rows = 6, len(prompts)
+    layout = Layout(BLOCK, width, PAGE, scratch=rows * width, paired=paired)
+    kv = _pages(model, rows * width + 1)
+    graphs = StepGraphs(model, kv, _barred(model), torch.tensor([], dtype=torch.int64, device=DEVICE), layout, rows + 1)
+    graphs.capture([rows + 1])
+    order = torch.randperm(rows * width, generator=torch.Generator().manual_seed(1)).view(rows, width).tolist()
+    text: list[list[int]] = []
+    for row, prompt in enumerate(prompts):
+        start = len(prompt) // BLOCK * BLOCK
+        if start:
+            ids = torch.tensor(prompt[:start], device=model.device)
+            model.module.forward(ids, _context(model, prompt[:start], order[row], kv))
+        decided = len(prompt) - start
+        limit = len(prompt) + count
+        values = [0] * layout.width
+        values[Field.LIVE], values[Field.START], values[Field.LIMIT] = 1, start, limit
+        values[Field.RULE], values[Field.STEPS] = Rule.STATIC, STEPS
+        values[layout.tokens] = prompt[start:] + [model.spec.mask_token_id] * (BLOCK - decided)
+        values[layout.masked] = [0] * decided + [int(p < limit) for p in range(len(prompt), start + BLOCK)]
+        values[layout.before] = prompt[start - BLOCK : start] if start else [0] * BLOCK
+        values[layout.table] = order[row]
+        graphs.put(row, values)
+        text.append([-1] * count)
+    # The host's view of where each row is follows from the answers alone.
+    starts = [len(prompt) // BLOCK * BLOCK for prompt in prompts]
+    missing = [
+        sum(len(p) <= q < len(p) + count for q in range(s, s + BLOCK)) for p, s in zip(prompts, starts, strict=True)
+    ]
+    waiting = [graphs.launch(rows + 1)]
+    for _ in range(200):
+        if late:
+            waiting.append(graphs.launch(rows + 1))
+        flags, tokens, _ = waiting.pop(0).read().unbind(1)
+        if not late:
+            waiting.append(graphs.launch(rows + 1))
+        for row, prompt in enumerate(prompts):
+            for place in (flags[row] == 1).nonzero()[:, 0].tolist():
+                text[row][starts[row] + place - len(prompt)] = int(tokens[row, place])
+                missing[row] -= 1
+            if missing[row] == 0:
+                starts[row] += BLOCK
+                missing[row] = sum(p < len(prompt) + count for p in range(starts[row], starts[row] + BLOCK))
+        if all(-1 not in row for row in text):
+            return text
+    raise AssertionError(f"not finished: {text}")
+
+
+@pytest.mark.parametrize("paired", [True, False])
+@pytest.mark.parametrize("late", [True, False])
+def test_rows_on_the_device_decode_what_a_loop_without_cache_decodes(model, paired, late):
+    expected = [_decode_alone(model, prompt, 11) for prompt in PROMPTS]
+    assert _decode_together(model, PROMPTS, 11, paired, late) == expected
