@@ -46,7 +46,9 @@ class ModelCard:
     files: dict[str, bytes]
     """Content of the `CARD_FILES` that the model has."""
     digest: str = ""
-    """sha256 (hex) over everything above; computed unless given."""
+    """sha256 (hex) over everything else; computed unless given."""
+    partitions: int = 1
+    """Into how many lots the model's queue is split: a new request goes to any of them."""
 
     def __post_init__(self) -> None:
         if not self.digest:
@@ -96,6 +98,7 @@ class _Meta(BaseModel):
     stop_token_ids: tuple[int, ...]
     mask_token_id: int
     vocab_size: Annotated[int, Field(ge=1)]
+    partitions: Annotated[int, Field(ge=1, le=1000)] = 1
 
 
 def _meta(card: ModelCard) -> bytes:

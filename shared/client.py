@@ -10,6 +10,7 @@
 import asyncio
 import contextlib
 import hashlib
+import random
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -22,9 +23,10 @@ import orjson
 from shared.card import ModelCard, unpack
 from shared.commands import LANES, WIRE_VERSION, Generate, Lane, Limits, Preview, Sampling, encode_command
 from shared.connection import Argument, FleetUnavailable, Link
+from shared.dead_letters import DeadLetter, DeadLetters
 from shared.decoding import Decoding
 from shared.events import Delta, Event, Failed, Finished, Queued, decode_event, encode_event
-from shared.keys import GROUP, MODELS, Keys, model_of, new_request_id, partition
+from shared.keys import GROUP, MODELS, Keys, model_of, new_request_id, partition, ulid
 from shared.keys import card as card_key
 from shared.lua import script
 from shared.roster import WorkerInfo, unpack_worker
@@ -33,6 +35,7 @@ from shared.subscriber import Subscriber, Unknown
 from shared.text import Tokenizer
 
 __all__ = [
+    "DeadLetter",
     "Fleet",
     "FleetClient",
     "FleetUnavailable",
@@ -130,6 +133,7 @@ class FleetClient:
     def __init__(self, link: Link, subscriber: Subscriber) -> None:
         self._link = link
         self._subscriber = subscriber
+        self._dead_letters = DeadLetters(link)
         self._cards: dict[str, tuple[float, ModelCard]] = {}
         self._tokenizers: dict[str, Tokenizer] = {}
 
@@ -304,7 +308,7 @@ class FleetClient:
         }
         length = min(DEFAULT_MAX_TOKENS, room) if max_tokens is None else max_tokens
         return Generate(
-            id=new_request_id(model),
+            id=new_request_id(model, random.randrange(card.partitions)),
             model=model,
             prompt=tuple(token_ids),
             sampling=Sampling.model_validate(sampling.model_dump() | chosen),
@@ -363,6 +367,38 @@ class FleetClient:
             end=next((event for event in events if isinstance(event, Finished | Failed)), None),
         )
 
+    async def dead_letters(self, model: str, limit: int = 100) -> list[DeadLetter]:
+        """Return the newest requests of a model that were given up because they kill their workers, newest first.
+
+        Raises `UnknownModel`, `FleetUnavailable`.
+        """
+        card = await self.card(model)
+        return await self._dead_letters.list(model, card.partitions, limit)
+
+    async def dead_command(self, request_id: str) -> Generate:
+        """Return what a dead request had asked for; raises `UnknownRequest`, `FleetUnavailable`."""
+        _check_id(request_id)
+        command = await self._dead_letters.command(request_id)
+        if command is None:
+            raise UnknownRequest(request_id)
+        return command
+
+    async def replay(self, request_id: str) -> Submitted:
+        """Submit the command of a dead request again, under a new id; its dead letter is then discarded.
+
+        Raises as `dead_command` and `submit`.
+        """
+        command = await self.dead_command(request_id)
+        fresh = command.model_copy(update={"id": f"{request_id.rpartition('_')[0]}_{ulid()}"})
+        submitted = await self.submit(fresh)
+        await self._dead_letters.discard(request_id)
+        return submitted
+
+    async def discard(self, request_id: str) -> bool:
+        """Remove a dead letter from the list; return whether it was there. The request itself can still be read."""
+        _check_id(request_id)
+        return await self._dead_letters.discard(request_id)
+
     async def models(self) -> list[str]:
         """Return the names of all models that have a card, sorted."""
         names: set[bytes] = await self._link.read("SMEMBERS", MODELS)
@@ -398,9 +434,9 @@ class FleetClient:
         return infos
 
     async def depth(self, model: str) -> int:
-        """Return how many requests of a model are queued or running."""
-        keys = Keys(partition(model))
-        lengths: list[int] = [await self._link.read("XLEN", keys.lane(lane)) for lane in LANES]
+        """Return how many requests of a model are queued or running; raises `UnknownModel`."""
+        parts = [Keys(partition(model, number)) for number in range((await self.card(model)).partitions)]
+        lengths: list[int] = [await self._link.read("XLEN", keys.lane(lane)) for keys in parts for lane in LANES]
         return sum(lengths)
 
 
@@ -480,6 +516,18 @@ class Fleet:
 
     def result(self, request_id: str) -> Result:
         return self._wait(self._fleet.result(request_id))
+
+    def dead_letters(self, model: str, limit: int = 100) -> list[DeadLetter]:
+        return self._wait(self._fleet.dead_letters(model, limit))
+
+    def dead_command(self, request_id: str) -> Generate:
+        return self._wait(self._fleet.dead_command(request_id))
+
+    def replay(self, request_id: str) -> Submitted:
+        return self._wait(self._fleet.replay(request_id))
+
+    def discard(self, request_id: str) -> bool:
+        return self._wait(self._fleet.discard(request_id))
 
     def models(self) -> list[str]:
         return self._wait(self._fleet.models())

@@ -24,10 +24,13 @@ from shared.lua import script
 
 LEASE_MS = 15_000
 MAX_ATTEMPTS = 4
+"""Attempts before a request may be given up: then, if its last worker was lost while it ran nothing else."""
 MAX_BLOCK_MS = 4_000
 """Longest blocking read: the socket's timeout is twice that."""
-_BULK_TURN = 8
-"""One claim in so many reads the lanes backwards, so that the last one never starves."""
+_ROUND = 8
+"""In so many claims each lane is the first to be read at least once, so that none starves."""
+_OTHER_ORDERS: dict[int, tuple[Lane, ...]] = {0: ("bulk", "std", "rt"), _ROUND // 2: ("std", "rt", "bulk")}
+"""Turns of a round that do not read by priority."""
 _FORGET_EVERY_S = 60.0
 _FORGET_AFTER_MS = 600_000
 
@@ -51,7 +54,7 @@ class Claim:
     id: str
     epoch: int
     attempt: int
-    """How many workers have claimed it, this one included; hand-backs do not count."""
+    """How many workers have claimed it, this one included; hand-backs and lost replies do not count."""
     payload: bytes
     """The command envelope, see `shared.commands.decode_command`."""
     blocks: int
@@ -77,6 +80,7 @@ class WorkerQueue:
         max_attempts: int = MAX_ATTEMPTS,
         partitions: int = 1,
         reap_every_ms: int | None = None,
+        slots: int = 1,
     ) -> None:
         self._link = link
         self._reader = reader
@@ -85,6 +89,8 @@ class WorkerQueue:
         self._lease_ms = lease_ms
         self._reap_every_s = (lease_ms / 3 if reap_every_ms is None else reap_every_ms) / 1000
         self._max_attempts = max_attempts
+        self._slots = slots
+        self._probation: _Partition | None = None
         self._partitions = [_Partition(Keys(partition(model, number))) for number in range(partitions)]
         self._turn = 0
         self._forget_at = time.monotonic() + random.uniform(0.5, 1.0) * _FORGET_EVERY_S
@@ -100,18 +106,36 @@ class WorkerQueue:
         max_attempts: int = MAX_ATTEMPTS,
         partitions: int = 1,
         reap_every_ms: int | None = None,
+        slots: int = 1,
     ) -> Self:
         """Build a queue with its own connections; nothing is sent before the first call.
 
-        `reap_every_ms`: how often `take` looks for what other workers lost; unset, a third of the lease.
+        `reap_every_ms`: how often `take` looks for what other workers lost; unset, a third of the lease. `slots`: how
+        many requests this worker runs at the same time, of which it runs fewer while it looks for one that kills.
         """
         reader = Link.open(url, connections=1)
         return cls(
-            Link.open(url), reader, model, worker_id, lease_ms, max_attempts, partitions, reap_every_ms=reap_every_ms
+            Link.open(url),
+            reader,
+            model,
+            worker_id,
+            lease_ms,
+            max_attempts,
+            partitions,
+            reap_every_ms=reap_every_ms,
+            slots=slots,
         )
 
-    async def take(self, limit: int) -> list[Claim]:
+    @property
+    def on_probation(self) -> bool:
+        """True while `take` gives nothing but the suspects of a crash, a group at a time, to this worker alone."""
+        return self._probation is not None
+
+    async def take(self, limit: int, held: int = 0) -> list[Claim]:
         """Claim up to `limit` requests without waiting, those that other workers lost first.
+
+        `held`: how many the worker runs. Suspects of a crash come by themselves: none before the worker is empty, and
+        nothing else after them until it is empty again.
 
         Raises `FleetUnavailable`; what was claimed but could not be told idles out of the lease and is claimed again.
         """
@@ -120,10 +144,13 @@ class WorkerQueue:
         self._turn += 1
         await self._forget_idle_consumers()
         claims: list[Claim] = []
-        for offset in range(len(self._partitions)):
-            part = self._partitions[(self._turn + offset) % len(self._partitions)]
+        count = len(self._partitions)
+        parts = [self._partitions[(self._turn + offset) % count] for offset in range(count)]
+        for part in parts if self._probation is None else [self._probation]:
             if len(claims) < limit:
-                claims += await self._take_from(part, limit - len(claims))
+                claims += await self._take_from(part, limit - len(claims), held + len(claims))
+            if self._probation is not None:
+                break
         return claims
 
     async def wait(self, timeout_ms: int, limit: int = 1) -> list[Claim]:
@@ -222,6 +249,8 @@ class WorkerQueue:
                 lanes = [part.keys.lane(lane) for lane in LANES]
                 await self._link.run(script("forget_consumers"), lanes, [GROUP, self._worker, "", 0])
                 await self._link.command("DEL", part.keys.worker(self._worker))
+                if part is self._probation:
+                    await self._link.command("DEL", part.keys.probation())
                 await self._link.command("ZREM", part.keys.workers(), self._worker)
         except FleetUnavailable:
             pass  # Others forget an idle consumer, and the worker's hash expires.
@@ -229,19 +258,27 @@ class WorkerQueue:
             await self._link.close()
             await self._reader.close()
 
-    async def _take_from(self, part: "_Partition", limit: int) -> list[Claim]:
-        order: Sequence[Lane] = LANES[::-1] if self._turn % _BULK_TURN == 0 else LANES
+    async def _take_from(self, part: "_Partition", limit: int, held: int) -> list[Claim]:
+        order = _OTHER_ORDERS.get(self._turn % _ROUND, LANES)
+        if part.was_away:
+            # While Redis was away nobody could beat: leave the others a lease's time before their leases count.
+            part.reap_at = time.monotonic() + self._lease_ms / 1000
         reap = time.monotonic() >= part.reap_at
         names = [*[part.keys.lane(lane) for lane in order], part.keys.dead_letters()]
-        names += [part.keys.handed_back(), part.keys.rate()]
-        limits: list[Argument] = [limit, self._lease_ms, int(reap), self._max_attempts, WIRE_VERSION]
+        names += [part.keys.handed_back(), part.keys.rate(), part.keys.probation()]
+        limits: list[Argument] = [limit, self._lease_ms, int(reap), self._max_attempts, WIRE_VERSION, self._slots, held]
         cursors = [part.cursors[lane] for lane in order]
         args = [*self._me(part), *limits, *cursors]
         try:
-            claims, cursors = await self._link.run(script("take"), names, args)
+            claims, cursors, officer = await self._link.run(script("take"), names, args)
         except GroupMissing:
             await self._create_groups()
-            claims, cursors = await self._link.run(script("take"), names, args)
+            claims, cursors, officer = await self._link.run(script("take"), names, args)
+        except FleetUnavailable:
+            part.was_away = True
+            raise
+        part.was_away = False
+        self._probation = part if officer else None
         part.cursors = {lane: cursor.decode() for lane, cursor in zip(order, cursors, strict=True)}
         if reap:
             part.reap_at = time.monotonic() + random.uniform(0.75, 1.25) * self._reap_every_s
@@ -290,6 +327,7 @@ class _Partition:
         self.keys = keys
         self.cursors: dict[Lane, str] = dict.fromkeys(LANES, "0-0")
         self.reap_at = 0.0
+        self.was_away = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,7 +118,13 @@ def _serve(settings: WorkerSettings) -> ExitCode:
     mailbox = Mailbox()
     bridge = Bridge(
         lambda: WorkerQueue.connect(
-            settings.redis_url, name, worker_id, settings.lease_ms, partitions=settings.partitions
+            settings.redis_url,
+            name,
+            worker_id,
+            settings.lease_ms,
+            settings.max_attempts,
+            partitions=settings.partitions,
+            slots=settings.max_rows,
         ),
         assembly.card,
         mailbox,

@@ -52,7 +52,8 @@ def assemble(settings: WorkerSettings) -> Assembly:
         return TextStream(tokenizer, request.limits.stop, resume.text_length)
 
     engine = Engine(spec, cache, limits, runner, make_text)
-    return Assembly(engine, spec, tokenizer, card_of(settings.served_name, settings.folder, spec, tokenizer), placement)
+    card = card_of(settings.served_name, settings.folder, spec, tokenizer, settings.partitions)
+    return Assembly(engine, spec, tokenizer, card, placement)
 
 
 def cache_shape(settings: WorkerSettings, spec: ModelSpec, placement: Placement) -> CacheShape:
@@ -76,7 +77,7 @@ def cache_shape(settings: WorkerSettings, spec: ModelSpec, placement: Placement)
     return CacheShape(page_size, num_pages)
 
 
-def card_of(name: str, folder: Path, spec: ModelSpec, tokenizer: Tokenizer) -> ModelCard:
+def card_of(name: str, folder: Path, spec: ModelSpec, tokenizer: Tokenizer, partitions: int = 1) -> ModelCard:
     """Return what fronts must know of the model."""
     return ModelCard(
         name=name,
@@ -90,5 +91,6 @@ def card_of(name: str, folder: Path, spec: ModelSpec, tokenizer: Tokenizer) -> M
         stop_token_ids=spec.stop_token_ids,
         mask_token_id=spec.mask_token_id,
         vocab_size=spec.vocab_size,
+        partitions=partitions,
         files={name: (folder / name).read_bytes() for name in CARD_FILES if (folder / name).is_file()},
     )

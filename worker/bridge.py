@@ -216,8 +216,8 @@ class Bridge:
                 await _wait(self._room, 1.0)
                 continue
             try:
-                claims = await queue.take(room)
-                if not claims and not self._held and self._taking:
+                claims = await queue.take(room, len(self._held))
+                if not claims and not self._held and self._taking and not queue.on_probation:
                     claims = await queue.wait(_IDLE_WAIT_MS)
             except FleetUnavailable as error:
                 await self._ride_out("claim", error, backoff)

@@ -44,6 +44,12 @@ class WorkerSettings(ServiceSettings):
     lease_ms: int = Field(
         default=15_000, ge=400, le=600_000, description="A worker silent for so long loses its requests to another."
     )
+    max_attempts: int = Field(
+        default=4,
+        ge=1,
+        le=100,
+        description="Workers lost with a request before it is given up, if it was alone on the last one.",
+    )
     abort_poll_ms: int = Field(default=25, ge=1, le=10_000, description="Time between looks at the abort keys.")
     claim_poll_ms: int = Field(default=20, ge=1, le=10_000, description="Least time between claims while decoding.")
     preview_interval_ms: int = Field(

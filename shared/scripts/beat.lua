@@ -1,20 +1,21 @@
 #!lua flags=allow-oom
 -- Renew the leases of all slots of a worker, and say which it has lost. Without the epoch check a paused worker that
 -- wakes up would steal its entries back.
--- KEYS: worker, workers, lanes rt, std, bulk, then for each request: hash, abort key
+-- KEYS: worker, workers, probation, lanes rt, std, bulk, then for each request: hash, abort key
 -- ARGV: group, consumer, lease ms, number of info fields and values, those, then the epoch of each request
 -- Returns for each request: ok | fenced | expired | aborted:<reason>
 local group, consumer, lease, count = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
-local lanes = { rt = KEYS[3], std = KEYS[4], bulk = KEYS[5] }
+local lanes = { rt = KEYS[4], std = KEYS[5], bulk = KEYS[6] }
 local now = now_ms()
 redis.call('HSET', KEYS[1], 'beat', now, unpack(ARGV, 5, 4 + count))
 redis.call('PEXPIRE', KEYS[1], lease)
 redis.call('ZADD', KEYS[2], now, consumer)
 redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now - 10 * lease)
 redis.call('PEXPIRE', KEYS[2], 10 * lease)
+if redis.call('GET', KEYS[3]) == consumer then redis.call('PEXPIRE', KEYS[3], lease) end
 local answers = {}
-for i = 6, #KEYS, 2 do
-  local slot = (i - 6) / 2
+for i = 7, #KEYS, 2 do
+  local slot = (i - 7) / 2
   local request = fetch(KEYS[i], 'st', 'ep', 'own', 'eid', 'lane', 'dl')
   if not owned(request, ARGV[5 + count + slot], consumer) then
     answers[slot + 1] = 'fenced'

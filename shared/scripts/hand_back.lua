@@ -8,7 +8,7 @@ local lanes = { rt = KEYS[3], std = KEYS[4], bulk = KEYS[5] }
 local request = fetch(KEYS[1], 'st', 'ep', 'own', 'eid', 'lane')
 if not owned(request, ARGV[1], ARGV[3]) then return -1 end
 local lease, delay = tonumber(ARGV[4]), tonumber(ARGV[5])
-redis.call('HSET', KEYS[1], 'st', 'queued', 'own', '')
+redis.call('HSET', KEYS[1], 'st', 'queued', 'own', '', 'alone', 0)
 redis.call('HINCRBY', KEYS[1], 'ep', 1)
 redis.call('HINCRBY', KEYS[1], 'att', -1)
 local idle = 86400000

@@ -53,9 +53,9 @@ def spawn_worker(
     numbers = count()
     workers: list[WorkerProcess] = []
 
-    def spawn(name: str, *flags: str, redis_url: str = fleet_server.url) -> WorkerProcess:
-        lease = ("--lease-ms", str(LEASE_MS))
-        workers.append(WorkerProcess(folder / str(next(numbers)), redis_url, tiny_model, name, *lease, *flags))
+    def spawn(name: str, *flags: str, redis_url: str = fleet_server.url, program: str = "worker") -> WorkerProcess:
+        place, lease = folder / str(next(numbers)), ("--lease-ms", str(LEASE_MS))
+        workers.append(WorkerProcess(place, redis_url, tiny_model, name, *lease, *flags, program=program))
         return workers[-1]
 
     yield spawn

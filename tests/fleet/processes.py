@@ -27,14 +27,16 @@ def until(look: Callable[[], T], why: str, patience_s: float = PATIENCE_S) -> T:
 
 
 class WorkerProcess:
-    """`python -m worker` on one model; started at once, ready later."""
+    """`python -m worker` (or another program with its flags) on one model; started at once, ready later."""
 
-    def __init__(self, folder: Path, redis_url: str, model: Path, name: str, *flags: str) -> None:
+    def __init__(
+        self, folder: Path, redis_url: str, model: Path, name: str, *flags: str, program: str = "worker"
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.log = folder / "worker.log"
         self._ready_file = folder / "ready"
         self.port = _free_port()
-        command = [sys.executable, "-m", "worker", "--redis-url", redis_url, "--model", str(model)]
+        command = [sys.executable, "-m", program, "--redis-url", redis_url, "--model", str(model)]
         command += ["--model-name", name, "--ready-file", str(self._ready_file), "--threads", "1"]
         command += ["--metrics-host", "127.0.0.1", "--metrics-port", str(self.port), "--log-format", "text", *flags]
         with self.log.open("wb") as log:

@@ -24,7 +24,7 @@ from shared.commands import LANES, Generate, Lane
 from shared.connection import Link, open_sync_client
 from shared.events import Delta, Failed, Finished, Queued, is_terminal
 from shared.heart import Heart, HeldState
-from shared.keys import ulid
+from shared.keys import Keys, ulid
 from shared.queue import Claim, Outcome, WorkerQueue
 from shared.roster import WorkerInfo
 from shared.subscriber import Subscriber
@@ -43,6 +43,7 @@ from tests.shared.protocol_for_tests import (
 HOUR_MS = 3_600_000
 WORKERS = ("a", "b", "c")
 MAX_ATTEMPTS = 3
+SLOTS = 4
 QUEUE_LIMIT = 4
 
 
@@ -54,6 +55,7 @@ class Request:
     owner: str | None = None
     epoch: int = 0
     attempts: int = 0
+    alone: bool = False
     blocks: int = 0
     aborted: bool = False
     lease_over: bool = False
@@ -88,13 +90,15 @@ class Interleavings(RuleBasedStateMachine):
         self.model = f"m{ulid()}"
         self.requests: dict[str, Request] = {}
         self.stale: list[Slot] = []
+        self.heard: set[str] = set()
+        """Workers whose last beat is not a lease ago."""
         link = Link.open(self.url)
         # The subscriber is never entered: nobody follows here.
         self.fleet = FleetClient(link, Subscriber(self.url, link))
         self.close_link = link.close
         self.workers = {
             name: Worker(
-                WorkerQueue.connect(self.url, self.model, name, HOUR_MS, MAX_ATTEMPTS, reap_every_ms=0),
+                WorkerQueue.connect(self.url, self.model, name, HOUR_MS, MAX_ATTEMPTS, reap_every_ms=0, slots=SLOTS),
                 Heart.connect(self.url, name, self.model, HOUR_MS),
             )
             for name in WORKERS
@@ -123,16 +127,24 @@ class Interleavings(RuleBasedStateMachine):
     def claim(self, name: str, limit: int, waits: bool, lost: bool) -> None:
         """Take or wait; a lost reply leaves requests that run nowhere."""
         queue = self.workers[name].queue
+        held = len(self.workers[name].slots)
         if waits:
             claims = self.runner.run(queue.wait(1, limit))
         else:
-            claims = self.runner.run(queue.take(limit))
+            claims = self.runner.run(queue.take(limit, held))
         assert len(claims) <= limit
+        suspects = [claim for claim in claims if "sus" in state_of(self.redis, claim.id)]
+        assert not suspects or (held == 0 and len(suspects) == len(claims) <= SLOTS // 2)
         for claim in claims:
             request = self.requests[claim.id]
             assert request.end is None and not request.aborted
             assert request.owner is None or request.lease_over
-            assert request.attempts < MAX_ATTEMPTS
+            if request.owner is not None and claim not in suspects:
+                # Its owner has been heard of, so it was only the reply of the claim that got lost.
+                assert request.owner in self.heard
+                request.attempts -= 1
+            assert request.attempts < MAX_ATTEMPTS or not request.alone
+            request.alone = bool(suspects) and len(claims) == 1
             request.owner, request.lease_over = name, False
             request.epoch, request.attempts = request.epoch + 1, request.attempts + 1
             assert (claim.epoch, claim.attempt) == (request.epoch, request.attempts)
@@ -168,12 +180,13 @@ class Interleavings(RuleBasedStateMachine):
         assert outcome is (Outcome.OK if owned else Outcome.FENCED)
         if owned:
             request = self.requests[slot.claim.id]
-            request.owner, request.lease_over = None, False
+            request.owner, request.lease_over, request.alone = None, False, False
             request.epoch, request.attempts = request.epoch + 1, request.attempts - 1
 
     @rule(name=st.sampled_from(WORKERS))
     def beat(self, name: str) -> None:
         worker = self.workers[name]
+        self.heard.add(name)
         held = {slot.claim.id: slot.claim.epoch for slot in worker.slots.values()}
         answers = worker.heart.beat(held, WorkerInfo(name, self.model, "ready"))
         assert answers.keys() == held.keys()
@@ -189,11 +202,17 @@ class Interleavings(RuleBasedStateMachine):
     @precondition(lambda self: any(request.owner for request in self.requests.values()))
     @rule(data=st.data())
     def freeze(self, data: st.DataObject) -> None:
-        """An owner has not beaten for a lease; it does not know."""
+        """An owner has not beaten for a lease; it does not know. Nor has any other: none of them counts as alive."""
         owned = sorted(request_id for request_id, request in self.requests.items() if request.owner)
         request_id = data.draw(st.sampled_from(owned))
         run_out_of_lease(self.redis, request_id)
         self.requests[request_id].lease_over = True
+        self._bury_workers()
+
+    @rule()
+    def lapse(self) -> None:
+        """Whoever examines the suspects of a crash is gone as well: its lock has timed out."""
+        self.redis.delete(Keys(f"{self.model}.0").probation())
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -240,11 +259,15 @@ class Interleavings(RuleBasedStateMachine):
                 if request.owner is not None and request.end is None:
                     run_out_of_lease(self.redis, request_id)
                     request.lease_over = True
+            self._bury_workers()
+            self.lapse()
+            self._empty("a")
             self.claim("a", 3, False, False)
-        for _ in range(len(self.requests) + 1):
+        for _ in range(2 * len(self.requests) + 2):
             for slot in list(self.workers["a"].slots.values()):
                 if self._owned(slot):
                     self._finish(slot, with_block=True, aborting=False)
+            self._empty("a")
             self.claim("a", 3, False, False)
         assert all(request.end is not None for request in self.requests.values())
         self.every_log_is_whole()
@@ -258,6 +281,17 @@ class Interleavings(RuleBasedStateMachine):
         self.runner.run(self.close_link())
         self.redis.close()
         self.runner.close()
+
+    def _empty(self, name: str) -> None:
+        """Let a worker forget what it has ended or lost."""
+        slots = self.workers[name].slots
+        for request_id in [request_id for request_id, slot in slots.items() if not self._owned(slot)]:
+            self.stale.append(slots.pop(request_id))
+
+    def _bury_workers(self) -> None:
+        keys = Keys(f"{self.model}.0")
+        self.redis.delete(*[keys.worker(name) for name in WORKERS])
+        self.heard.clear()
 
     def _draw(self, data: st.DataObject) -> Slot:
         slots = [slot for worker in self.workers.values() for slot in worker.slots.values()]
@@ -302,7 +336,7 @@ class Interleavings(RuleBasedStateMachine):
         """A take has ended the aborted and the worn-out requests that it met; how many it met is its own affair."""
         for request_id, request in self.requests.items():
             free = request.owner is None or request.lease_over
-            worn = free and request.attempts >= MAX_ATTEMPTS
+            worn = free and request.attempts >= MAX_ATTEMPTS and request.alone
             if request.end is None and (worn or (free and request.aborted)):
                 match state_of(self.redis, request_id)["st"]:
                     case "aborted" if request.aborted:

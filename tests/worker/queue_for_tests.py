@@ -45,7 +45,11 @@ class QueueForTests:
         seq = len(log) + 1
         self.waiting.append(Claim(request_id, epoch, epoch, payload, len(log), seq, 0, list(log)))
 
-    async def take(self, limit: int) -> list[Claim]:
+    @property
+    def on_probation(self) -> bool:
+        return False
+
+    async def take(self, limit: int, held: int = 0) -> list[Claim]:
         self._fail_if_down()
         self.limits.append(limit)
         taken, self.waiting = self.waiting[:limit], self.waiting[limit:]

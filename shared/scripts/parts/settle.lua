@@ -18,7 +18,8 @@ local function settle(names, group, request, seq, epoch, state, kind, event)
   local now = now_ms()
   append(names.log, names.channel, seq, kind, event, epoch, request.cap)
   redis.call('HSET', names.request, 'st', state, 'seq', seq, 'ep', epoch, 't1', now)
-  redis.call('HDEL', names.request, 'in')
+  -- A dead letter keeps its command, to be read and replayed.
+  if state ~= 'dead' then redis.call('HDEL', names.request, 'in') end
   if request.eid then
     redis.call('XACK', names.lane, group, request.eid)
     redis.call('XDEL', names.lane, request.eid)

@@ -1,13 +1,24 @@
+-- A request that has crashed a worker while it ran alone, in its last of enough attempts. What can be read later: who
+-- was lost, and the command itself, for a week.
+local function bury(worker, names, request, id, seq, epoch)
+  local message = 'gave up: the ' .. request.att .. ' workers that ran it were lost, the last one while it ran alone'
+  request.ret = math.max(tonumber(request.ret), 604800000)
+  settle(names, worker.group, request, seq, epoch, 'dead', 'failed', failed_event(id, seq, epoch, 'poison', message))
+  redis.call('XADD', worker.dlq, 'MAXLEN', '~', 10000, '*', 'id', id, 'att', request.att, 'why', 'alone',
+    'lost', (request.lost or '') .. request.own)
+end
+
 -- Turn an entry that this consumer holds into a claim, or end it here. Returns the claim, or nil.
--- worker: prefix, group, name, max_attempts, dlq, rate.
-local function start(worker, lane, eid, id)
+-- worker: prefix, group, name, max_attempts, dlq, rate. alone: nothing else runs beside it.
+local function start(worker, lane, eid, id, alone)
   local prefix = worker.prefix
   local names = {
     request = prefix .. 'r:' .. id, log = prefix .. 'e:' .. id, channel = prefix .. 'c:' .. id,
     lane = lane, rate = worker.rate,
   }
   local request = fetch(
-    names.request, 'st', 'eid', 'ep', 'att', 'seq', 'nb', 'nt', 'nfe', 'pt', 'dl', 'qd', 'in', 't0', 'cap', 'ret')
+    names.request, 'st', 'eid', 'ep', 'att', 'seq', 'nb', 'nt', 'nfe', 'pt', 'dl', 'qd', 'in', 't0', 'cap', 'ret', 'own',
+    'alone', 'lost')
   if not request.st or request.eid ~= eid or TERMINAL[request.st] then
     -- Retention is over, the id was re-queued under another entry, or a failover brought an acknowledged one back.
     redis.call('XACK', lane, worker.group, eid)
@@ -27,13 +38,15 @@ local function start(worker, lane, eid, id)
       failed_event(id, seq + 1, epoch + 1, 'expired', message))
     return nil
   end
-  if attempts >= worker.max_attempts then
-    redis.call('XADD', worker.dlq, 'MAXLEN', '~', 10000, '*', 'id', id, 'att', attempts, 'why', 'attempts')
-    settle(names, worker.group, request, seq + 1, epoch + 1, 'dead', 'failed',
-      failed_event(id, seq + 1, epoch + 1, 'poison', 'gave up after ' .. attempts .. ' workers lost it'))
+  if attempts >= worker.max_attempts and request.st == 'running' and request.alone == '1' then
+    bury(worker, names, request, id, seq + 1, epoch + 1)
     return nil
   end
-  redis.call('HSET', names.request, 'st', 'running', 'own', worker.name, 'ep', epoch + 1, 'att', attempts + 1)
+  if request.st == 'running' then
+    redis.call('HSET', names.request, 'lost', (request.lost or '') .. request.own .. ' ')
+  end
+  redis.call('HSET', names.request, 'st', 'running', 'own', worker.name, 'ep', epoch + 1, 'att', attempts + 1,
+    'alone', alone and 1 or 0)
   local events = {}
   if seq > 1 then
     for _, entry in ipairs(redis.call('XRANGE', names.log, '2-0', '+')) do
@@ -43,14 +56,19 @@ local function start(worker, lane, eid, id)
   return { id, epoch + 1, attempts + 1, request['in'], tonumber(request.nb), seq, now - tonumber(request.t0), events }
 end
 
--- An entry is id, v, cost; an envelope newer than `worker.version` is left for a newer worker, its age kept.
-local function open_entry(worker, lane, entry)
+local function fields_of(entry)
   local fields = {}
   for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end
+  return fields
+end
+
+-- An entry is id, v, cost; an envelope newer than `worker.version` is left for a newer worker, its age kept.
+local function open_entry(worker, lane, entry, alone)
+  local fields = fields_of(entry)
   if tonumber(fields.v or 1) > worker.version then
     local idle = math.max(0, worker.lease - 5000)
     redis.call('XCLAIM', lane, worker.group, worker.name, 0, entry[1], 'IDLE', idle, 'JUSTID')
     return nil
   end
-  return start(worker, lane, entry[1], fields.id)
+  return start(worker, lane, entry[1], fields.id, alone)
 end

@@ -1,0 +1,229 @@
+"""A crash makes suspects of all that its worker ran; the culprit is found by halving, and the innocent finish."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+
+from shared.client import FleetClient, UnknownRequest
+from shared.events import Failed
+from shared.heart import Heart
+from shared.keys import Keys
+from shared.queue import Claim, Outcome, WorkerQueue
+from shared.roster import WorkerInfo
+from tests.shared.protocol_for_tests import (
+    MODEL,
+    card_of,
+    command_for,
+    finish,
+    lengths_of,
+    pending_of,
+    run_out_of_lease,
+    state_of,
+)
+
+HOUR_MS = 3_600_000
+SLOTS = 8
+
+NewQueue = Callable[[str], WorkerQueue]
+
+
+@pytest.fixture
+async def new_queue(redis_url: str) -> AsyncIterator[NewQueue]:
+    async with AsyncExitStack() as stack:
+
+        def build(worker_id: str) -> WorkerQueue:
+            queue = WorkerQueue.connect(redis_url, MODEL, worker_id, HOUR_MS, reap_every_ms=0, slots=SLOTS)
+            stack.push_async_callback(queue.close)
+            return queue
+
+        queue = build("announcer")
+        await queue.publish_card(card_of())
+        yield build
+
+
+@pytest.fixture
+async def fleet(redis_url: str, new_queue: NewQueue) -> AsyncIterator[FleetClient]:
+    async with FleetClient.connect(redis_url) as fleet:
+        yield fleet
+
+
+def crash(redis: Any, claims: list[Claim]) -> None:
+    """The worker of these claims is gone, and its leases and locks have run out."""
+    keys = Keys(f"{MODEL}.0")
+    for claim in claims:
+        run_out_of_lease(redis, claim.id)
+        redis.delete(keys.worker(state_of(redis, claim.id)["own"]))
+    redis.delete(keys.probation())
+
+
+async def submit(fleet: FleetClient, count: int) -> list[str]:
+    return [(await fleet.submit(command_for())).id for _ in range(count)]
+
+
+async def test_a_poison_is_found_by_halving_and_the_innocent_finish(
+    fleet: FleetClient, new_queue: NewQueue, fleet_redis: Any
+) -> None:
+    ids = await submit(fleet, 25)
+    poison = ids[5]
+    deaths = 0
+    for number in range(40):
+        queue = new_queue(f"w{number}")
+        claims = await queue.take(SLOTS)
+        while claims and poison not in [claim.id for claim in claims]:
+            for claim in claims:
+                await finish(queue, claim)
+            claims = await queue.take(SLOTS)
+        if not claims:
+            break
+        deaths += 1
+        crash(fleet_redis, claims)
+
+    assert deaths == 4  # 8, 4, 2, 1
+    states = {request_id: (await fleet.result(request_id)).state for request_id in ids}
+    assert states.pop(poison) == "dead"
+    assert set(states.values()) == {"done"}
+    assert (lengths_of(fleet_redis), pending_of(fleet_redis)) == (0, 0)
+    assert not fleet_redis.exists(Keys(f"{MODEL}.0").probation())
+
+
+async def test_suspects_run_with_one_worker_that_takes_nothing_beside_them(
+    fleet: FleetClient, new_queue: NewQueue, fleet_redis: Any
+) -> None:
+    suspects = await submit(fleet, 2)
+    crash(fleet_redis, await new_queue("gone").take(2))
+    fresh = await submit(fleet, 3)
+    officer, other = new_queue("officer"), new_queue("other")
+
+    claims = await officer.take(SLOTS)
+    assert {claim.id for claim in claims} == set(suspects)
+    assert officer.on_probation
+    assert await officer.take(SLOTS, held=2) == []
+    assert [claim.id for claim in await other.take(2)] == fresh[:2]
+    for claim in claims:
+        await finish(officer, claim)
+    assert [claim.id for claim in await officer.take(SLOTS)] == fresh[2:]
+    assert not officer.on_probation
+
+
+async def test_a_busy_worker_empties_itself_before_it_runs_suspects(
+    fleet: FleetClient, new_queue: NewQueue, fleet_redis: Any
+) -> None:
+    busy = new_queue("busy")
+    await submit(fleet, 1)
+    [running] = await busy.take(1)
+    [suspect] = await submit(fleet, 1)
+    crash(fleet_redis, await new_queue("gone").take(1))
+    await submit(fleet, 1)
+
+    assert await busy.take(SLOTS - 1, held=1) == []
+    assert busy.on_probation
+    await finish(busy, running)
+    assert [claim.id for claim in await busy.take(SLOTS)] == [suspect]
+
+
+async def test_the_beat_keeps_the_lock_of_whoever_examines_suspects(
+    fleet: FleetClient, new_queue: NewQueue, fleet_redis: Any, redis_url: str
+) -> None:
+    await submit(fleet, 1)
+    crash(fleet_redis, await new_queue("gone").take(1))
+    await new_queue("officer").take(1)
+    lock = Keys(f"{MODEL}.0").probation()
+    fleet_redis.pexpire(lock, HOUR_MS // 2)
+    for name, renewed in (("other", False), ("officer", True)):
+        heart = Heart.connect(redis_url, name, MODEL, HOUR_MS)
+        heart.beat({}, WorkerInfo(name, MODEL, "ready"))
+        heart.close()
+        assert (fleet_redis.pttl(lock) > HOUR_MS // 2) is renewed
+
+
+async def test_a_worker_that_leaves_gives_up_its_lock(fleet: FleetClient, redis_url: str, fleet_redis: Any) -> None:
+    gone = WorkerQueue.connect(redis_url, MODEL, "gone", HOUR_MS, reap_every_ms=0)
+    [request_id] = await submit(fleet, 1)
+    crash(fleet_redis, await gone.take(1))
+    officer = WorkerQueue.connect(redis_url, MODEL, "officer", HOUR_MS, reap_every_ms=0)
+    [claim] = await officer.take(1)
+    await officer.hand_back(claim.id, claim.epoch)
+    assert fleet_redis.exists(Keys.of(request_id).probation())
+    await officer.close()
+    await gone.close()
+    assert not fleet_redis.exists(Keys.of(request_id).probation())
+
+
+async def test_a_suspect_that_is_handed_back_stays_one(
+    fleet: FleetClient, new_queue: NewQueue, fleet_redis: Any
+) -> None:
+    ids = await submit(fleet, 2)
+    crash(fleet_redis, await new_queue("gone").take(2))
+    officer, heir = new_queue("officer"), new_queue("heir")
+    for claim in await officer.take(SLOTS):
+        assert await officer.hand_back(claim.id, claim.epoch) is Outcome.OK
+    fleet_redis.delete(Keys(f"{MODEL}.0").probation())
+    await submit(fleet, 1)
+    claims = await heir.take(SLOTS)
+    assert {claim.id for claim in claims} == set(ids) and {claim.attempt for claim in claims} == {2}
+    assert heir.on_probation
+
+
+async def test_a_lost_reply_makes_no_suspect_of_a_request_whose_owner_lives(
+    fleet: FleetClient, new_queue: NewQueue, fleet_redis: Any, redis_url: str
+) -> None:
+    [request_id] = await submit(fleet, 1)
+    await new_queue("owner").take(1)  # of which it never hears
+    heart = Heart.connect(redis_url, "owner", MODEL, HOUR_MS)
+    heart.beat({}, WorkerInfo("owner", MODEL, "ready"))
+    heart.close()
+    run_out_of_lease(fleet_redis, request_id)
+    other = new_queue("other")
+    [claim] = await other.take(SLOTS)
+    assert (claim.epoch, claim.attempt, other.on_probation) == (2, 1, False)
+
+
+async def die(fleet: FleetClient, new_queue: NewQueue, redis: Any) -> str:
+    """Return a request that has killed all workers which ran it."""
+    [request_id] = await submit(fleet, 1)
+    for number in range(4):
+        crash(redis, await new_queue(f"w{number}").take(1))
+    assert await new_queue("last").take(1) == []
+    return request_id
+
+
+async def test_a_dead_letter_tells_what_died_with_it(fleet: FleetClient, new_queue: NewQueue, fleet_redis: Any) -> None:
+    first, second = [await die(fleet, new_queue, fleet_redis) for _ in range(2)]
+    [newest, oldest] = await fleet.dead_letters(MODEL)
+    assert (newest.id, oldest.id) == (second, first)
+    assert (newest.attempts, newest.why, newest.lost_workers) == (4, "alone", ("w0", "w1", "w2", "w3"))
+    assert await fleet.dead_letters(MODEL, limit=1) == [newest]
+    end = (await fleet.result(first)).end
+    assert isinstance(end, Failed) and end.code == "poison" and "4 workers" in end.message
+    # Its command can be read for a week.
+    assert (await fleet.dead_command(first)).id == first
+    assert fleet_redis.ttl(Keys.of(first).request(first)) > 6 * 86_400
+
+
+async def test_a_dead_letter_is_replayed_once_under_a_new_id(
+    fleet: FleetClient, new_queue: NewQueue, fleet_redis: Any
+) -> None:
+    dead = await die(fleet, new_queue, fleet_redis)
+    again = await fleet.replay(dead)
+    assert again.id != dead and await fleet.dead_letters(MODEL) == []
+    queue = new_queue("healed")
+    [claim] = await queue.take(1)
+    assert (claim.id, claim.attempt, queue.on_probation) == (again.id, 1, False)
+    await finish(queue, claim)
+    assert (await fleet.result(again.id)).state == "done"
+
+
+async def test_a_dead_letter_can_be_discarded(fleet: FleetClient, new_queue: NewQueue, fleet_redis: Any) -> None:
+    dead = await die(fleet, new_queue, fleet_redis)
+    assert await fleet.discard(dead)
+    assert not await fleet.discard(dead)
+    assert await fleet.dead_letters(MODEL) == []
+
+
+async def test_only_what_is_dead_can_be_replayed(fleet: FleetClient, new_queue: NewQueue) -> None:
+    [request_id] = await submit(fleet, 1)
+    for wrong in (request_id, "r_m.0_" + "0" * 26, "nonsense"):
+        with pytest.raises(UnknownRequest):
+            await fleet.replay(wrong)
