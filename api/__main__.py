@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from pydantic import ValidationError
 from pydantic_settings import CliApp
 
+from api.access import InvalidKeys
 from api.app import create_app
 from api.deps import Services
 from api.settings import ApiSettings
@@ -78,7 +79,12 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"redis_url: {error}", file=sys.stderr)
         return EXIT_USAGE
     configure_logging(settings.log_level, settings.log_format)
-    server = Server(create_app(settings), settings)
+    try:
+        app = create_app(settings)
+    except InvalidKeys as error:
+        print(f"api_keys_file: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    server = Server(app, settings)
     server.run()
     return 0 if server.started else 1
 

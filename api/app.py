@@ -1,43 +1,64 @@
 """The application: middleware, routes, and what they share."""
 
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from api import errors
-from api.catalog import Catalog
-from api.deps import Services
+from api.access import Caller, Guard, load_keys
+from api.assembly import open_services
 from api.metrics import Metrics
-from api.middleware import BodyLimit, LastResort, RequestLog
+from api.middleware import BodyLimit, LastResort, RequestLog, TrailingSlash
 from api.ports import Fleet
-from api.relay import Relay
-from api.routes import chat, generate, health, models
+from api.routes import batches, chat, completions, files, generate, health, models, responses, tokens, unsupported
 from api.settings import ApiSettings
-from shared.client import FleetClient
 
-ROUTERS = (generate.router, chat.router, models.router, health.router)
+ROUTERS = (
+    generate.router,
+    chat.router,
+    completions.router,
+    responses.router,
+    files.router,
+    batches.router,
+    models.router,
+    tokens.router,
+    health.router,
+    # Last: its patterns are wide.
+    unsupported.router,
+)
+EXPOSED_HEADERS = (
+    "x-request-id",
+    "openai-processing-ms",
+    "retry-after",
+    "retry-after-ms",
+    "x-should-retry",
+    *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
+)
 
 
 def create_app(settings: ApiSettings, client: Fleet | None = None) -> FastAPI:
-    """Build the front. A `client` that is given belongs to the caller; else the app connects to `redis_url`."""
-    metrics = Metrics()
+    """Build the front. A `client` that is given belongs to the caller; else the app connects to `redis_url`.
+
+    Raises `api.access.InvalidKeys`.
+    """
+    metrics = Metrics(vllm_names=settings.vllm_metrics)
+    keys = None if settings.api_keys_file is None else load_keys(settings.api_keys_file)
+    anyone = Caller(requests_per_minute=settings.requests_per_minute, tokens_per_minute=settings.tokens_per_minute)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
-        async with AsyncExitStack() as stack:
-            fleet = client or await stack.enter_async_context(FleetClient.connect(settings.redis_url))
-            relay = Relay(fleet, settings, metrics)
-            stack.push_async_callback(relay.aclose)
-            app.state.services = Services(settings, metrics, fleet, Catalog(fleet), relay)
+        async with open_services(settings, metrics, client) as services:
+            app.state.services = services
             yield
 
     app = FastAPI(
         title="Diffleet",
         description="A serving fleet for diffusion language models.",
         lifespan=lifespan,
+        redirect_slashes=False,
         # Outermost first. Errors and streams need the request id and the CORS headers, so these stand outside.
         middleware=[
             Middleware(RequestLog, metrics=metrics),
@@ -46,10 +67,16 @@ def create_app(settings: ApiSettings, client: Fleet | None = None) -> FastAPI:
                 allow_origins=settings.cors_origins,
                 allow_methods=["*"],
                 allow_headers=["*"],
-                expose_headers=["x-request-id", "openai-processing-ms", "retry-after"],
+                expose_headers=EXPOSED_HEADERS,
             ),
             Middleware(LastResort),
-            Middleware(BodyLimit, limit=settings.max_body_bytes),
+            Middleware(TrailingSlash),
+            Middleware(Guard, keys=keys, default=anyone),
+            Middleware(
+                BodyLimit,
+                limit=settings.max_body_bytes,
+                others={files.PATH: settings.max_file_bytes + files.FORM_SPARE_BYTES},
+            ),
         ],
     )
     errors.install(app)

@@ -28,21 +28,21 @@ class ServedModel:
     tokenizer: Tokenizer
     decoding: Decoding
 
-    async def encode(self, text: str) -> list[int]:
+    async def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Return the ids of a raw prompt; raises `ApiError`."""
         try:
             if len(text) < _LONG_TEXT:
-                return self.tokenizer.encode(text)
-            return await asyncio.to_thread(self.tokenizer.encode, text)
+                return self.tokenizer.encode(text, add_special)
+            return await asyncio.to_thread(self.tokenizer.encode, text, add_special)
         except InvalidText as error:
             raise invalid("prompt", f"prompt: {error}") from error
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    async def encode_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> list[int]:
         """Return the ids of a chat under the model's template; raises `ApiError`."""
         try:
             if sum(len(message["content"]) for message in messages) < _LONG_TEXT:
-                return self.tokenizer.encode_chat(messages)
-            return await asyncio.to_thread(self.tokenizer.encode_chat, messages)
+                return self.tokenizer.encode_chat(messages, None, add_generation_prompt)
+            return await asyncio.to_thread(self.tokenizer.encode_chat, messages, None, add_generation_prompt)
         except (InvalidText, TemplateError) as error:
             raise invalid("messages", f"messages: {error}") from error
 

@@ -7,13 +7,17 @@ from typing import Annotated
 import orjson
 from fastapi import Depends, Request
 
+from api.access import Caller
+from api.admission import caller_of
 from api.catalog import Catalog
 from api.errors import ApiError
+from api.limits import Limiter
 from api.metrics import Metrics
 from api.ports import Fleet
 from api.relay import Relay
 from api.schemas import Body, parse
 from api.settings import ApiSettings
+from api.stores import Stores
 
 
 @dataclass(slots=True)
@@ -25,6 +29,8 @@ class Services:
     fleet: Fleet
     catalog: Catalog
     relay: Relay
+    limiter: Limiter
+    stores: Stores
     draining: bool = False
     """Set once the process was asked to end: `/health/ready` says so, and requests are still served."""
 
@@ -34,6 +40,7 @@ def services(request: Request) -> Services:
 
 
 ServicesDep = Annotated[Services, Depends(services)]
+CallerDep = Annotated[Caller, Depends(caller_of)]
 
 
 def json_body(kind: type[Body]) -> Callable[[Request], Awaitable[Body]]:

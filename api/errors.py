@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from shared.client import FleetUnavailable, QueueFull, UnknownModel
+from shared.client import FleetUnavailable, IdempotencyConflict, QueueFull, UnknownModel, UnknownRequest
 from shared.events import Failed
 from shared.telemetry import note
 
@@ -103,6 +103,10 @@ def of_exception(error: Exception) -> ApiError | None:
             return overloaded("the queue of this model is full", error.retry_after_s)
         case UnknownModel():
             return ApiError(404, "model_not_found", "no such model", "model")
+        case UnknownRequest():
+            return ApiError(404, "not_found", "no such request, or it is no longer kept")
+        case IdempotencyConflict():
+            return ApiError(409, "idempotency_conflict", "this Idempotency-Key was used with another request")
         case FleetUnavailable():
             return overloaded("the queue cannot be reached right now", 1)
         case _:
@@ -158,7 +162,7 @@ def install(app: FastAPI) -> None:
 
     for kind in (ClientGone, ClientDisconnect):
         app.add_exception_handler(kind, gone)
-    for kind in (ApiError, QueueFull, UnknownModel, FleetUnavailable):
+    for kind in (ApiError, QueueFull, UnknownModel, UnknownRequest, IdempotencyConflict, FleetUnavailable):
         app.add_exception_handler(kind, expected)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(RequestValidationError, validation)

@@ -3,6 +3,7 @@
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from api.vllm_metrics import VllmNames
 from shared.events import Finished
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -13,8 +14,9 @@ _TOKENS_PER_FORWARD = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0,
 class Metrics:
     """One registry for each app, so that two apps in a process do not share counts."""
 
-    def __init__(self) -> None:
+    def __init__(self, vllm_names: bool = True) -> None:
         registry = self._registry = CollectorRegistry()
+        self._vllm = VllmNames(registry) if vllm_names else None
         self.http_requests = Counter(
             "diffleet_http_requests", "HTTP responses.", ("route", "method", "status"), registry=registry
         )
@@ -71,7 +73,18 @@ class Metrics:
             registry=registry,
         )
 
-    def count_finished(self, model: str, event: Finished, seconds: float) -> None:
+    def count_open(self, model: str, change: int) -> None:
+        """Count a request that this process begins (1) or ceases (-1) to follow."""
+        self.open_requests.labels(model).inc(change)
+        if self._vllm is not None:
+            self._vllm.running.labels(model).inc(change)
+
+    def count_first_block(self, model: str, seconds: float) -> None:
+        self.first_delta_seconds.labels(model).observe(seconds)
+        if self._vllm is not None:
+            self._vllm.first_token_seconds.labels(model).observe(seconds)
+
+    def count_finished(self, model: str, event: Finished, seconds: float, canvas_positions: int) -> None:
         usage = event.usage
         self.finished.labels(model, event.detail).inc()
         self.request_seconds.labels(model).observe(seconds)
@@ -80,6 +93,9 @@ class Metrics:
         self.forwards.labels(model).inc(usage.nfe)
         if usage.nfe:
             self.tokens_per_forward.labels(model).observe(usage.completion_tokens / usage.nfe)
+
+        if self._vllm is not None:
+            self._vllm.count_finished(model, event, seconds, canvas_positions)
 
     def exposition(self) -> bytes:
         return generate_latest(self._registry)

@@ -3,6 +3,7 @@
 import logging
 import re
 import time
+from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
@@ -16,7 +17,7 @@ from shared.telemetry import bind, note
 logger = logging.getLogger("diffleet.api")
 
 _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
-_QUIET = ("/health", "/metrics")
+_QUIET = ("/health", "/metrics", "/ping", "/load")
 
 
 class RequestLog:
@@ -45,6 +46,8 @@ class RequestLog:
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = request_id
                 headers["openai-processing-ms"] = str(round((time.perf_counter() - began) * 1000))
+                for name, value in scope.get("state", {}).get("headers", {}).items():
+                    headers[name] = value
             await send(message)
 
         with bind(request_id=request_id):
@@ -88,20 +91,37 @@ class LastResort:
                 await render(internal())(scope, receive, send)
 
 
-class BodyLimit:
-    """Refuse bodies over `limit` bytes with 413: by their announced length, and by the bytes that really come."""
+class TrailingSlash:
+    """Take a path with a slash at its end for the one without: a redirect would lose the body of a POST."""
 
-    def __init__(self, app: ASGIApp, limit: int) -> None:
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and len(scope["path"]) > 1:
+            scope["path"] = scope["path"].rstrip("/") or "/"
+        await self._app(scope, receive, send)
+
+
+class BodyLimit:
+    """Refuse bodies over `limit` bytes with 413: by their announced length, and by the bytes that really come.
+
+    `others` are paths with a limit of their own.
+    """
+
+    def __init__(self, app: ASGIApp, limit: int, others: Mapping[str, int]) -> None:
         self._app = app
         self._limit = limit
+        self._others = others
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        limit = self._others.get(scope["path"], self._limit)
         announced = Headers(scope=scope).get("content-length", "")
-        if announced.isdecimal() and int(announced[:20]) > self._limit:
-            await render(self._too_large())(scope, receive, send)
+        if announced.isdecimal() and int(announced[:20]) > limit:
+            await render(_too_large(limit))(scope, receive, send)
             return
         taken = 0
 
@@ -109,14 +129,15 @@ class BodyLimit:
             nonlocal taken
             message = await receive()
             taken += len(message.get("body", b""))
-            if taken > self._limit:
-                raise self._too_large()
+            if taken > limit:
+                raise _too_large(limit)
             return message
 
         await self._app(scope, counted_receive, send)
 
-    def _too_large(self) -> ApiError:
-        return ApiError(413, "body_too_large", f"the body is longer than {self._limit} bytes")
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, "body_too_large", f"the body is longer than {limit} bytes")
 
 
 def _route_of(scope: Scope) -> str:

@@ -9,9 +9,14 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     status: {"description": description}
     for status, description in {
         400: "A field is wrong; `error.param` names it.",
-        404: "Unknown model; the message lists the known ones.",
+        401: "The API key is missing or not known.",
+        403: "The API key may not do this.",
+        404: "Unknown model or object; the message says which.",
+        409: "It contradicts what went before.",
         413: "The body is too long.",
         415: "The body is not JSON by its content type.",
+        429: "The rate of this API key is used up; see Retry-After.",
+        500: "The server failed.",
         503: "The queue is full or cannot be reached; see Retry-After.",
         504: "The request ran out of time.",
     }.items()

@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from shared.card import ModelCard
+from shared.client import Result
 from shared.commands import Generate
 from shared.events import Event
 from shared.text import Tokenizer
@@ -12,8 +13,31 @@ from shared.text import Tokenizer
 class Fleet(Protocol):
     """Every method raises `shared.client.FleetUnavailable` if Redis cannot be reached."""
 
-    def run(self, command: Generate, *, queue_limit: int = ...) -> AsyncGenerator[Event]:
-        """Submit, and follow to the terminal event. Raises `QueueFull` and `UnknownModel` on iteration."""
+    def run(
+        self,
+        command: Generate,
+        *,
+        queue_limit: int | None = ...,
+        idempotency_key: str | None = ...,
+        tenant: str = ...,
+        retention_ms: int = ...,
+    ) -> AsyncGenerator[Event]:
+        """Submit, and follow to the terminal event.
+
+        Raises `QueueFull`, `UnknownModel`, `IdempotencyConflict` on iteration.
+        """
+        ...
+
+    async def submit(self, command: Generate, *, queue_limit: int | None = ..., retention_ms: int = ...) -> object:
+        """Queue; raises as `run`. Submitting the same id again changes nothing."""
+        ...
+
+    def stream(self, request_id: str, after: int = ..., previews: bool = ...) -> AsyncGenerator[Event]:
+        """Follow from the event behind `after`; raises `shared.client.UnknownRequest` on iteration."""
+        ...
+
+    async def result(self, request_id: str) -> Result:
+        """Raises `shared.client.UnknownRequest`."""
         ...
 
     async def abort(self, request_id: str, reason: str = ...) -> object: ...

@@ -3,8 +3,9 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator
-from typing import assert_never
+from collections.abc import AsyncGenerator, Coroutine
+from dataclasses import dataclass
+from typing import Any, Protocol, assert_never
 
 from starlette.types import Receive
 
@@ -12,7 +13,7 @@ from api.errors import ApiError, ClientGone, of_exception, of_failure, shutting_
 from api.metrics import Metrics
 from api.ports import Fleet
 from api.settings import ApiSettings
-from shared.client import FleetUnavailable, QueueFull
+from shared.client import RETENTION_MS, FleetUnavailable, IdempotencyConflict, QueueFull
 from shared.commands import Generate
 from shared.events import Delta, Event, Failed, Finished, Queued, Snapshot, Started
 from shared.telemetry import note
@@ -26,6 +27,43 @@ Progress = Queued | Started | Delta | Snapshot | Finished
 """Every event but `Failed`, which is raised."""
 
 
+class Reservation(Protocol):
+    """Tokens that were set aside for a request before it was submitted."""
+
+    async def settle(self, spent: int | None) -> None:
+        """Give back what was not spent; None: the request was refused, everything goes back."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How a request is submitted and followed, beyond what its command says."""
+
+    tenant: str = ""
+    idempotency_key: str | None = None
+    keep: bool = False
+    """The request goes on when its caller leaves."""
+    retention_ms: int | None = None
+    queue_limit: int | None = None
+    """Unset: that of the settings."""
+    reservation: Reservation | None = None
+    block_length: int = 0
+    """Positions of one block of the canvas; 0: not known."""
+    counted: bool = True
+    """False where somebody else follows, or has followed, the same request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The request that is followed."""
+
+    id: str
+    model: str
+    prompt_tokens: int
+    block_length: int = 0
+    """0: not known."""
+
+
 class Relay:
     """The open requests of this process."""
 
@@ -34,25 +72,53 @@ class Relay:
         self.settings = settings
         self._fleet = fleet
         self._open: set[Follow] = set()
-        self._aborts: set[asyncio.Task[None]] = set()
+        self._last_words: set[asyncio.Task[None]] = set()
 
-    async def open(self, command: Generate, receive: Receive) -> "Follow":
+    @property
+    def open_count(self) -> int:
+        return len(self._open)
+
+    def submit(self, command: Generate, receive: Receive | None, terms: Terms = Terms()) -> "Follow":
+        """Submit, and follow; nothing has been waited for yet. The caller closes what it gets.
+
+        `receive` is that of the HTTP request, whose body must have been read; None if nobody can leave.
+        """
+        note(id=command.id, model=command.model, prompt_tokens=len(command.prompt))
+        events = self._fleet.run(
+            command,
+            queue_limit=self.settings.queue_limit if terms.queue_limit is None else terms.queue_limit,
+            idempotency_key=terms.idempotency_key,
+            tenant=terms.tenant,
+            retention_ms=RETENTION_MS if terms.retention_ms is None else terms.retention_ms,
+        )
+        subject = Subject(command.id, command.model, len(command.prompt), terms.block_length)
+        return self._follow(subject, events, receive, terms)
+
+    def resume(self, subject: Subject, receive: Receive | None) -> "Follow":
+        """Follow a request that runs, or has ended, from its first event; it goes on if its caller leaves."""
+        note(id=subject.id, model=subject.model)
+        return self._follow(subject, self._fleet.stream(subject.id), receive, Terms(keep=True, counted=False))
+
+    async def open(self, command: Generate, receive: Receive | None, terms: Terms = Terms()) -> "Follow":
         """Submit, and wait for news, so that an early failure still gets its own status.
 
         News is a block, a snapshot or the end; after `keepalive_s` without any the caller should get its status line.
-        `receive` is that of the HTTP request, whose body must have been read. The caller closes what it gets.
 
         Raises `ApiError`, `QueueFull`, `UnknownModel`, `FleetUnavailable`, `ClientGone`.
         """
-        note(id=command.id, model=command.model, prompt_tokens=len(command.prompt))
-        events = self._fleet.run(command, queue_limit=self.settings.queue_limit)
-        follow = Follow(self, command, events, receive)
-        self._open.add(follow)
+        follow = self.submit(command, receive, terms)
         try:
             await follow.wait_for_news()
         except BaseException:
             await follow.aclose()
             raise
+        return follow
+
+    def _follow(
+        self, subject: Subject, events: AsyncGenerator[Event], receive: Receive | None, terms: Terms
+    ) -> "Follow":
+        follow = Follow(self, subject, events, receive, terms)
+        self._open.add(follow)
         return follow
 
     def interrupt(self) -> None:
@@ -66,15 +132,21 @@ class Relay:
         if abort is None:
             return
         # In its own task: this one may be on its way out by cancellation, and the abort must reach Redis all the same.
-        task = asyncio.create_task(self._abort(follow.command.id, abort))
-        self._aborts.add(task)
-        task.add_done_callback(self._aborts.discard)
+        await self._finish(self._abort(follow.subject.id, abort))
+
+    async def settle(self, reservation: Reservation, spent: int | None) -> None:
+        await self._finish(self._settle(reservation, spent))
+
+    async def _finish(self, last_word: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(last_word)
+        self._last_words.add(task)
+        task.add_done_callback(self._last_words.discard)
         await asyncio.wait({task})
 
     async def aclose(self) -> None:
-        """Wait for the last aborts."""
-        if self._aborts:
-            await asyncio.wait(self._aborts, timeout=self.settings.abort_wait_s)
+        """Wait for the last aborts and settlements."""
+        if self._last_words:
+            await asyncio.wait(self._last_words, timeout=self.settings.abort_wait_s)
 
     async def _abort(self, request_id: str, reason: str) -> None:
         try:
@@ -82,6 +154,13 @@ class Relay:
                 await self._fleet.abort(request_id, reason)
         except (FleetUnavailable, TimeoutError):
             logger.warning("a request could not be aborted", extra={"id": request_id, "reason": reason})
+
+    async def _settle(self, reservation: Reservation, spent: int | None) -> None:
+        try:
+            async with asyncio.timeout(self.settings.abort_wait_s):
+                await reservation.settle(spent)
+        except (FleetUnavailable, TimeoutError):
+            logger.warning("reserved tokens could not be given back")
 
 
 class Follow:
@@ -91,8 +170,10 @@ class Follow:
     `ClientGone` once the caller has left. `aclose` aborts what has not ended.
     """
 
-    def __init__(self, relay: Relay, command: Generate, events: AsyncGenerator[Event], receive: Receive) -> None:
-        self.command = command
+    def __init__(
+        self, relay: Relay, subject: Subject, events: AsyncGenerator[Event], receive: Receive | None, terms: Terms
+    ) -> None:
+        self.subject = subject
         self.clock = asyncio.get_running_loop().time
         self.began = self.clock()
         self._relay = relay
@@ -105,11 +186,17 @@ class Follow:
         self._waiter: asyncio.Future[None] | None = None
         self._cut: Exception | None = None
         self._pump = asyncio.create_task(self._pump_events())
-        self._watch = asyncio.create_task(self._watch_caller(receive))
-        self._abort_reason: str | None = "disconnected"
+        self._watch = None if receive is None else asyncio.create_task(self._watch_caller(receive))
+        self._terms = terms
+        self.failure: Failed | None = None
+        """The event behind the `ApiError` that iteration has raised."""
+        self._ended = False
+        self._refused = False
+        self._spent = 0
+        self._abort_reason = "disconnected"
         self._closed = False
         self._saw_delta = False
-        relay.metrics.open_requests.labels(command.model).inc()
+        relay.metrics.count_open(subject.model, 1)
 
     def __aiter__(self) -> "Follow":
         return self
@@ -117,11 +204,29 @@ class Follow:
     async def __anext__(self) -> Progress | None:
         if self._early:
             return self._early.popleft()
-        if self._abort_reason is None:
+        if self._ended:
             raise StopAsyncIteration
         return await self._wait(self._keepalive_s)
 
+    async def raw(self) -> AsyncGenerator[Progress | Failed | None]:
+        """Iterate with a failure as an event, not as an exception."""
+        try:
+            async for event in self:
+                yield event
+        except ApiError:
+            if self.failure is None:
+                raise
+            yield self.failure
+
+    async def wait_for_admission(self) -> None:
+        """Return once the request is in its queue, or after `keepalive_s`; raises as iteration."""
+        event = await self._wait(self._keepalive_s)
+        if event is not None:
+            self._early.append(event)
+
     async def wait_for_news(self) -> None:
+        if any(not isinstance(event, Queued | Started) for event in self._early):
+            return
         limit = self.clock() + self._keepalive_s
         while (left := limit - self.clock()) > 0:
             event = await self._wait(left)
@@ -140,9 +245,12 @@ class Follow:
         if self._closed:
             return
         self._closed = True
-        self._watch.cancel()
-        self._relay.metrics.open_requests.labels(self.command.model).dec()
-        await self._relay.forget(self, self._abort_reason)
+        if self._watch is not None:
+            self._watch.cancel()
+        self._relay.metrics.count_open(self.subject.model, -1)
+        await self._relay.forget(self, None if self._ended or self._terms.keep else self._abort_reason)
+        if self._terms.reservation is not None and (self._ended or not self._terms.keep):
+            await self._relay.settle(self._terms.reservation, None if self._refused else self._spent)
         self._pump.cancel()
         await asyncio.wait({self._pump})
         await self._events.aclose()
@@ -199,28 +307,35 @@ class Follow:
         self._wake()
 
     def _break_off(self, error: Exception) -> Exception:
-        if isinstance(error, QueueFull):
-            self._abort_reason = None
+        if isinstance(error, QueueFull | IdempotencyConflict):
+            self._ended = self._refused = True
         known = of_exception(error)
         self._count_failure("internal_error" if known is None else known.code)
         return error
 
     def _observe(self, event: Event) -> Progress:
-        metrics, model = self._relay.metrics, self.command.model
+        metrics, model = self._relay.metrics, self.subject.model
         match event:
             case Failed():
-                self._abort_reason = None
+                self._ended = True
+                self.failure = event
                 self._count_failure(event.code)
                 raise of_failure(event)
             case Finished():
-                self._abort_reason = None
-                metrics.count_finished(model, event, self.clock() - self.began)
+                self._ended = True
+                self._spent = event.usage.completion_tokens
+                if self._terms.counted:
+                    metrics.count_finished(
+                        model, event, self.clock() - self.began, event.usage.blocks * self.subject.block_length
+                    )
                 note(reason=event.reason, detail=event.detail, nfe=event.usage.nfe)
                 note(completion_tokens=event.usage.completion_tokens)
             case Delta():
+                self._spent = event.offset + len(event.token_ids)
                 if not self._saw_delta:
                     self._saw_delta = True
-                    metrics.first_delta_seconds.labels(model).observe(self.clock() - self.began)
+                    if self._terms.counted:
+                        metrics.count_first_block(model, self.clock() - self.began)
             case Queued() | Started() | Snapshot():
                 pass
             case _:
@@ -229,7 +344,7 @@ class Follow:
 
     def _give_up(self, error: Exception) -> Exception:
         if isinstance(error, ClientGone):
-            self._relay.metrics.disconnects.labels(self.command.model).inc()
+            self._relay.metrics.disconnects.labels(self.subject.model).inc()
             note(disconnected=True)
         else:
             self._abort_reason = "shutdown"
@@ -237,7 +352,8 @@ class Follow:
         return error
 
     def _count_failure(self, code: str) -> None:
-        self._relay.metrics.failed.labels(self.command.model, code).inc()
+        if self._terms.counted:
+            self._relay.metrics.failed.labels(self.subject.model, code).inc()
 
     async def _watch_caller(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -1,35 +1,90 @@
-"""From a checked body to a command: resolve it against the model's card, or refuse it before anything is queued."""
+"""From a checked body to commands: resolve it against the model's card, or refuse it before anything is queued."""
 
+import hashlib
 import secrets
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, assert_never
 
 from pydantic import TypeAdapter, ValidationError
 
 from api.catalog import ServedModel
-from api.errors import ApiError, invalid, path_of
-from api.schemas import DiffusionOptions, GenerationBody
+from api.errors import ApiError, invalid, path_of, unsupported
+from api.schemas import MOST_CHOICES, DiffusionOptions, GenerationBody, Preset
 from shared.card import ModelCard
-from shared.commands import Generate, Limits, Preview, Sampling
+from shared.commands import Generate, Lane, Limits, Preview, Sampling
 from shared.decoding import Decoding
 from shared.keys import new_request_id
 
-DEFAULT_MAX_TOKENS = 512
 _DECODING: TypeAdapter[Decoding] = TypeAdapter(Decoding)
 _DECODING_OPTIONS = ("threshold", "steps", "bound", "fallback", "confidence", "filler_rules")
+_REFUSED_OPTIONS: Mapping[str, tuple[object, ...]] = {"cfg_scale": (0.0,), "canvas_length": (), "deadline_ms": ()}
+"""Options of `diffusion` that no worker acts on yet, and the values (besides null) that ask for nothing."""
+_FAST_THRESHOLD = 0.7
+
+
+def _fresh_id(model: str, _: int) -> str:
+    return new_request_id(model)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What is known of a call beside its body."""
+
+    timeout_s: float
+    trace: Mapping[str, str] = field(default_factory=dict[str, str])
+    idempotency_key: str | None = None
+    lane: Lane | None = None
+    """Unset: what the body asks for."""
+    name_request: Callable[[str, int], str] = _fresh_id
+    """Makes a request id of a model and an index."""
 
 
 def to_generate(
-    body: GenerationBody, prompt: list[int], model: ServedModel, prompt_field: str, timeout_s: float
-) -> Generate:
-    """Return the command; raises `ApiError` naming the field. `prompt_field` is what the prompt came from."""
+    body: GenerationBody, prompts: Sequence[list[int]], model: ServedModel, prompt_field: str, call: Call
+) -> list[Generate]:
+    """Return the commands, one for each choice of each prompt, in the order of their indexes.
+
+    `prompt_field` is what the prompts came from. Raises `ApiError` naming the field.
+    """
+    if len(prompts) * body.choices > MOST_CHOICES:
+        raise invalid(
+            prompt_field if len(prompts) > 1 else "n",
+            f"{len(prompts)} prompts with n {body.choices} make {len(prompts) * body.choices} choices; "
+            f"one call may ask for {MOST_CHOICES}",
+        )
     options = body.diffusion or DiffusionOptions()
+    _check_options(options)
+    seed = _seed(body, call)
+    commands: list[Generate] = []
+    for prompt in prompts:
+        first = _command(body, options, prompt, model, prompt_field, call)
+        for choice in range(body.choices):
+            index = len(commands)
+            chosen = first.sampling.model_copy(update={"seed": derived_seed(seed, choice)})
+            update = {"id": call.name_request(model.card.name, index), "sampling": chosen}
+            commands.append(first.model_copy(update=update))
+    return commands
+
+
+def derived_seed(seed: int, choice: int) -> int:
+    """Return the seed of one choice: the given one for the first, and one that nobody else has for each other."""
+    if choice == 0:
+        return seed
+    digest = hashlib.sha256(f"{seed} {choice}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") % 2**63
+
+
+def _command(
+    body: GenerationBody, options: DiffusionOptions, prompt: list[int], model: ServedModel, field_: str, call: Call
+) -> Generate:
     card = model.card
-    _check_prompt(prompt, card, prompt_field)
-    max_tokens = _max_tokens(body, len(prompt), card, prompt_field)
+    _check_prompt(prompt, card, field_)
+    max_tokens = _max_tokens(body, len(prompt), card, field_)
     if body.min_tokens is not None and body.min_tokens > max_tokens:
         raise invalid("min_tokens", f"min_tokens is {body.min_tokens}, more than the {max_tokens} tokens of the output")
     preview = None
-    if body.stream and body.stream_mode == "denoise":
+    if body.stream and body.canvas_stream != "append":
         interval = options.frame_interval_ms
         preview = Preview() if interval is None else Preview(interval_ms=interval)
     return Generate(
@@ -45,13 +100,46 @@ def to_generate(
             ignore_eos=bool(body.ignore_eos),
             stop=tuple(body.stop or ()),
             stop_token_ids=_stop_token_ids(body, card),
-            total_ms=round(timeout_s * 1000),
+            total_ms=round(call.timeout_s * 1000),
         ),
         decoding=_decoding(options, model.decoding),
         block_length=_block_length(_one_of("block_length", body.block_length, options.block_length), card),
         preview=preview,
+        lane=_lane(body) if call.lane is None else call.lane,
         user=body.user,
+        trace=dict(call.trace),
     )
+
+
+def _check_options(options: DiffusionOptions) -> None:
+    for name, harmless in _REFUSED_OPTIONS.items():
+        value = getattr(options, name)
+        if value is not None and value not in harmless:
+            raise unsupported(f"diffusion.{name}")
+
+
+def _lane(body: GenerationBody) -> Lane:
+    if body.priority is not None and body.priority != 0:
+        return "rt" if body.priority < 0 else "bulk"
+    match body.service_tier:
+        case "priority" | "fast":
+            return "rt"
+        case "flex":
+            return "bulk"
+        case None | "auto" | "default" | "scale":
+            return "std"
+        case _:
+            assert_never(body.service_tier)
+
+
+def _seed(body: GenerationBody, call: Call) -> int:
+    if body.seed is not None:
+        return body.seed % 2**63
+    if call.idempotency_key is not None:
+        # The same call must make the same command.
+        return int.from_bytes(hashlib.sha256(call.idempotency_key.encode()).digest()[:8], "big") % 2**63
+    # A fresh seed where none is given: two unseeded requests must not repeat each other.
+    return secrets.randbits(63)
 
 
 def _check_prompt(prompt: list[int], card: ModelCard, field: str) -> None:
@@ -75,7 +163,7 @@ def _max_tokens(body: GenerationBody, prompt_tokens: int, card: ModelCard, promp
             prompt_field,
         )
     if wanted is None:
-        return min(DEFAULT_MAX_TOKENS, room)
+        return min(body.default_max_tokens, room)
     if wanted > room:
         raise ApiError(
             400,
@@ -93,8 +181,6 @@ def _sampling(body: GenerationBody, card: ModelCard) -> Sampling:
         top_p=1.0 if body.top_p is None else body.top_p,
         top_k=max(0, body.top_k or 0),
         min_p=body.min_p or 0.0,
-        # A fresh seed where none is given: two unseeded requests must not repeat each other.
-        seed=secrets.randbits(63) if body.seed is None else body.seed % 2**63,
     )
 
 
@@ -124,6 +210,12 @@ def _decoding(options: DiffusionOptions, default: Decoding) -> Decoding | None:
     """Return the asked strategy; unset options are the model's own, or the strategy's if that is another one."""
     strategy = _strategy(options)
     chosen = {name: getattr(options, name) for name in _DECODING_OPTIONS if getattr(options, name) is not None}
+    if options.early_stop is not None:
+        chosen.setdefault("filler_rules", options.early_stop)
+    if strategy is None and "threshold" not in chosen and "steps" not in chosen and options.preset is not None:
+        preset = _preset(options.preset)
+        strategy = preset.pop("strategy", None)
+        chosen = preset | chosen
     if strategy is None and not chosen:
         return None
     base: dict[str, Any] = default.model_dump() if strategy in (None, default.strategy) else {"strategy": strategy}
@@ -136,6 +228,19 @@ def _decoding(options: DiffusionOptions, default: Decoding) -> Decoding | None:
             f"diffusion.{name} does not apply to strategy {base['strategy']}; set diffusion.strategy to one that has it"
         )
         raise invalid(f"diffusion.{name}", message) from None
+
+
+def _preset(preset: Preset) -> dict[str, Any]:
+    """Return the decoding options that a preset stands for; empty: the model's own."""
+    match preset:
+        case "fast":
+            return {"strategy": "threshold", "threshold": _FAST_THRESHOLD}
+        case "balanced":
+            return {}
+        case "quality":
+            return {"strategy": "low_confidence_static"}
+        case _:
+            assert_never(preset)
 
 
 def _strategy(options: DiffusionOptions) -> str | None:

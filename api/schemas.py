@@ -6,7 +6,7 @@ whose effect nobody would deliver (`REFUSED`), is an error that names it.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
@@ -19,6 +19,12 @@ Strategy = Literal[
     "threshold", "low_confidence_static", "low_confidence_dynamic", "sequential", "random", "entropy_bounded"
 ]
 StreamMode = Literal["block_append", "denoise"]
+Preset = Literal["fast", "balanced", "quality"]
+CanvasStream = Literal["append", "frames", "replace"]
+FrameDetail = Literal["text", "tokens", "full"]
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
+MOST_CHOICES = 64
+"""Requests that one call may make: choices times prompts."""
 
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -52,7 +58,10 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "audio": (),
     "web_search_options": (),
 }
-"""Fields with an effect that this server does not deliver, and the values (besides null) that ask for nothing."""
+"""Fields whose effect only some endpoints deliver, or none, and the values (besides null) that ask for nothing.
+
+An endpoint that delivers one declares it in its body and names it in `delivers`.
+"""
 
 
 def _as_list(value: object) -> object:
@@ -87,6 +96,38 @@ def _check_content(value: object) -> object:
     return "".join(texts)
 
 
+def _check_prompts(value: object) -> object:
+    """Return a list of prompts, each a string or a list of token ids."""
+    match value:
+        case str():
+            return [value]
+        case [_, *_] if all(type(item) is int for item in value):
+            return [value]
+        case [_, *_] if all(isinstance(item, str) for item in value):
+            return value
+        case [_, *_] if all(isinstance(item, list) and all(type(part) is int for part in item) for item in value):
+            return value
+        case _:
+            raise PydanticCustomError(
+                "prompt", "must be a string, a list of strings, a list of token ids, or a list of such lists"
+            )
+
+
+_INTEGERS: dict[str, Any] = {"type": "array", "items": {"type": "integer"}}
+Prompts = Annotated[
+    Any,
+    BeforeValidator(_check_prompts),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}},
+                _INTEGERS,
+                {"type": "array", "items": _INTEGERS},
+            ]
+        }
+    ),
+]
 Prompt = Annotated[
     Any,
     BeforeValidator(_check_prompt),
@@ -107,7 +148,9 @@ Content = Annotated[
 ]
 
 
-class _Body(BaseModel):
+class StrictBody(BaseModel):
+    """Types are taken as they are; unknown fields are ignored."""
+
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 
 
@@ -128,18 +171,40 @@ class DiffusionOptions(BaseModel):
     filler_rules: bool | None = None
     block_length: int | None = Field(default=None, ge=1, le=4096)
     max_nfe: int | None = Field(default=None, ge=1, lt=COUNT_LIMIT)
-    frame_interval_ms: int | None = Field(
-        default=None, ge=0, le=10_000, description="Least time between two snapshots of stream_mode denoise."
+    preset: Preset | None = Field(
+        default=None,
+        description="fast: a lower threshold; balanced: the model's own; quality: one position a step. What is set "
+        "beside it wins.",
     )
+    early_stop: bool | None = Field(default=None, description="Another word for filler_rules.")
+    stream: CanvasStream | None = Field(
+        default=None,
+        description="append (default): committed text; frames: the canvas too, beside it; replace: every delta is the "
+        "whole text so far, guesses included (Mercury's `diffusing`).",
+    )
+    frame_interval_ms: int | None = Field(
+        default=None, ge=0, le=10_000, description="Least time between two frames of a stream."
+    )
+    frame_detail: FrameDetail | None = Field(
+        default=None,
+        description="text: the block as text; tokens (default): edits of positions; full: with their confidence.",
+    )
+    cfg_scale: float | None = Field(default=None, ge=0.0, description="Guidance; only 0 is supported yet.")
+    canvas_length: int | None = Field(default=None, ge=1, description="Not supported by block models.")
+    deadline_ms: int | None = Field(default=None, ge=1, description="Not supported yet.")
+    report: bool | None = Field(default=None, description="Add `diffusion` with costs and times to the answer.")
 
 
-class StreamOptions(_Body):
+class StreamOptions(StrictBody):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class GenerationBody(_Body):
+class GenerationBody(StrictBody):
     """What every generating endpoint takes."""
+
+    delivers: ClassVar[frozenset[str]] = frozenset()
+    """Fields of `REFUSED` that this body's endpoint acts on."""
 
     model: str | None = Field(default=None, description="May be left out where only one model is served.")
     max_tokens: int | None = Field(
@@ -164,7 +229,31 @@ class GenerationBody(_Body):
         default=None, description="block_append (default): committed text only; denoise: snapshots of the canvas too."
     )
     user: str | None = Field(default=None, max_length=256)
+    priority: int | None = Field(
+        default=None, ge=-(2**31), lt=2**31, description="Below 0: before the others; above 0: behind them."
+    )
+    service_tier: ServiceTier | None = Field(default=None, description="priority, or flex for the bulk lane.")
+    diffusing: bool | None = Field(default=None, description="Mercury's word for diffusion.stream `replace`.")
     diffusion: DiffusionOptions | None = None
+
+    @property
+    def choices(self) -> int:
+        """How many answers to each prompt."""
+        return 1
+
+    @property
+    def default_max_tokens(self) -> int:
+        return 512
+
+    @property
+    def canvas_stream(self) -> CanvasStream | Literal["denoise"]:
+        """What a stream shows of the canvas; `denoise` is the native mode, with whole snapshots."""
+        asked = self.diffusion.stream if self.diffusion else None
+        if asked is not None:
+            return asked
+        if self.diffusing:
+            return "replace"
+        return "denoise" if self.stream_mode == "denoise" else "append"
 
     @property
     def wanted_tokens(self) -> tuple[str, int | None]:
@@ -176,7 +265,7 @@ class GenerateBody(GenerationBody):
     prompt: Prompt = Field(description="Text, which is not put into a chat template, or token ids.")
 
 
-class ChatMessage(_Body):
+class ChatMessage(StrictBody):
     role: Literal["system", "developer", "user", "assistant"]
     content: Content = None
     tool_calls: Annotated[None, BeforeValidator(_none_if_empty)] = Field(default=None, description="Not supported.")
@@ -192,13 +281,39 @@ class ChatMessage(_Body):
         return {"role": "system" if self.role == "developer" else self.role, "content": self.content or ""}
 
 
+class CompletionBody(GenerationBody):
+    delivers = frozenset({"n", "echo"})
+
+    prompt: Prompts = Field(description="Text, token ids, or a list of either; not put into a chat template.")
+    n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
+    echo: bool | None = Field(default=None, description="Put the prompt before its answers.")
+    stop: Annotated[Annotated[list[StopString], Field(max_length=4)] | None, BeforeValidator(_as_list)] = None
+    max_tokens: int | None = Field(default=None, ge=1, description="Unset: 16, as OpenAI has it.")
+    stream_options: StreamOptions | None = None
+
+    @property
+    def choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def default_max_tokens(self) -> int:
+        return 16
+
+
 class ChatBody(GenerationBody):
+    delivers = frozenset({"n"})
+
+    n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
     messages: list[ChatMessage] = Field(min_length=1)
     stop: Annotated[Annotated[list[StopString], Field(max_length=4)] | None, BeforeValidator(_as_list)] = None
     max_completion_tokens: int | None = Field(
         default=None, ge=1, lt=COUNT_LIMIT, description="Newer name of max_tokens; wins over it."
     )
     stream_options: StreamOptions | None = None
+
+    @property
+    def choices(self) -> int:
+        return self.n or 1
 
     @property
     def wanted_tokens(self) -> tuple[str, int | None]:
@@ -215,8 +330,9 @@ def parse(kind: type[Body], value: object) -> Body:
     if not isinstance(value, dict):
         raise invalid(None, "the body must be a JSON object")
     fields: dict[str, object] = value
+    delivered: frozenset[str] = getattr(kind, "delivers", frozenset())
     for name, harmless in REFUSED.items():
-        if not _asks_nothing(fields.get(name), harmless):
+        if name not in delivered and not _asks_nothing(fields.get(name), harmless):
             raise unsupported(name)
     try:
         return kind.model_validate(fields)

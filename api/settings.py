@@ -1,5 +1,7 @@
 """Options of the api process."""
 
+from pathlib import Path
+
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
@@ -29,3 +31,32 @@ class ApiSettings(ServiceSettings):
         default=25.0, ge=0.0, le=3600.0, description="After that: time for open requests before they get an error."
     )
     cors_origins: tuple[str, ...] = Field(default=("*",), description="Origins that browsers may call from.")
+    api_keys_file: Path | None = Field(
+        default=None, description="JSON list of API keys (see `python -m api.keys`); unset: everyone may call."
+    )
+    requests_per_minute: int | None = Field(
+        default=None, ge=1, description="Rate of each API key that has none of its own; unset: no limit."
+    )
+    tokens_per_minute: int | None = Field(
+        default=None, ge=1, description="Prompt and output tokens a minute, likewise; unset: no limit."
+    )
+    response_ttl_s: int = Field(
+        default=86_400, ge=60, le=2_592_000, description="How long a stored response can be read and resumed."
+    )
+    max_file_bytes: int = Field(
+        default=32 * 2**20, ge=1024, le=512 * 2**20, description="Longest uploaded file; files live in Redis."
+    )
+    file_quota_bytes: int = Field(
+        default=256 * 2**20, ge=1024, description="All files of one API key together, those of batches included."
+    )
+    file_ttl_s: int = Field(
+        default=604_800,
+        ge=3600,
+        le=2_592_000,
+        description="How long files and batches are kept, if not told otherwise.",
+    )
+    batch_window_s: int = Field(
+        default=86_400, ge=1, le=604_800, description="Time for a batch, after which what is left of it expires."
+    )
+    batch_concurrency: int = Field(default=16, ge=1, le=1024, description="Lines of one batch that run at a time.")
+    vllm_metrics: bool = Field(default=True, description="Export metrics under vLLM's names as well.")

@@ -8,13 +8,13 @@ stream that just ends for a success.
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
+from typing import Protocol
 
 import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from api.errors import ApiError, ClientGone, internal, of_exception
-from api.relay import Follow
 from shared.telemetry import note
 
 logger = logging.getLogger("diffleet.api")
@@ -28,19 +28,33 @@ def frame(payload: Mapping[str, object]) -> bytes:
     return b"data: " + orjson.dumps(payload) + b"\n\n"
 
 
+def error_frame(error: ApiError) -> bytes:
+    """Return the frame that OpenAI's clients raise as an error: nested, for a flat one they pass over."""
+    return frame({"error": error.body})
+
+
+class Source(Protocol):
+    async def aclose(self) -> None: ...
+
+
 class EventStream(Response):
-    """Send `frames`, made from the events of `follow`, which is closed at the end however that comes about."""
+    """Send `frames`, made from the events of `source`, which is closed at the end however that comes about."""
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, follow: Follow, frames: AsyncGenerator[bytes], error_frame: Callable[[ApiError], Mapping[str, object]]
+        self,
+        source: Source,
+        frames: AsyncGenerator[bytes],
+        error_frame: Callable[[ApiError], bytes],
+        done: bytes = DONE,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache, no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._follow = follow
+        self._source = source
         self._frames = frames
         self._error_frame = error_frame
+        self._done = done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -52,10 +66,10 @@ class EventStream(Response):
             except ClientGone:
                 return
             except Exception as error:
-                await _send_part(send, frame(self._error_frame(_foreseen(error))))
-            await _send_part(send, DONE, last=True)
+                await _send_part(send, self._error_frame(_foreseen(error)))
+            await _send_part(send, self._done, last=True)
         finally:
-            await self._follow.aclose()
+            await self._source.aclose()
 
 
 def _foreseen(error: Exception) -> ApiError:

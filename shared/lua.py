@@ -24,6 +24,10 @@ _PARTS: dict[str, tuple[str, ...]] = {
     "replay": ("log",),
     "forget_consumers": (),
     "publish_card": (),
+    "limit": (),
+    "advance": (),
+    "renew": (),
+    "release": (),
 }
 
 

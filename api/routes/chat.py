@@ -1,23 +1,28 @@
 """POST /v1/chat/completions, as OpenAI's clients speak it."""
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
 from typing import Annotated, assert_never
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
+from api.admission import admit, call_of
 from api.answers import json_response
-from api.canvas import canvas_fields
-from api.catalog import ServedModel
+from api.bundle import Bundle
+from api.canvas import canvas_fields, canvas_text
+from api.catalog import Catalog, ServedModel
+from api.choices import finish_fields, report_fields, usage_fields
 from api.deps import ServicesDep, json_body
+from api.frames import Frames
 from api.openapi import ERROR_RESPONSES, request_body
-from api.relay import Follow
-from api.requests import to_generate
+from api.requests import Call, to_generate
 from api.schemas import ChatBody, StreamOptions
-from api.sse import KEEPALIVE, EventStream, frame
-from api.transcript import Transcript, read_to_end, usage_of
-from shared.events import Delta, Finished, Queued, Snapshot, Started, Usage
+from api.sse import KEEPALIVE, EventStream, error_frame, frame
+from api.transcript import Transcript
+from shared.commands import Generate
+from shared.events import Delta, Finished, Queued, Snapshot, Started
 from shared.telemetry import note
 
 router = APIRouter(tags=["openai"])
@@ -27,81 +32,173 @@ router = APIRouter(tags=["openai"])
 async def chat(
     body: Annotated[ChatBody, Depends(json_body(ChatBody))], request: Request, services: ServicesDep
 ) -> Response:
-    """Answer a chat. Streams text as it is committed; stream_mode `denoise` adds chunks with an empty delta and the
-    canvas in a field `diffusion`, which other clients pass over.
+    """Answer a chat. Streams text as it is committed; `diffusion.stream` (frames, replace) and stream_mode `denoise`
+    show the canvas too: frames and snapshots in a field `diffusion` beside the choices, which other clients pass over.
     """
     note(stream=bool(body.stream))
-    model = await services.catalog.resolve(body.model)
-    prompt = await model.encode_chat([message.for_template() for message in body.messages])
-    command = to_generate(body, prompt, model, "messages", services.settings.request_timeout_s)
-    follow = await services.relay.open(command, request.receive)
-    shape = _Shape(follow, model)
+    call = call_of(request, services.settings)
+    plan = await plan_chat(body, services.catalog, call)
+    terms = await admit(request, call, services.limiter, plan.commands, plan.model.card.block_length)
+    bundle = await Bundle.open(services.relay, plan.commands, request.receive, terms)
     if body.stream:
-        frames = shape.frames(body.stream_options or StreamOptions())
-        return EventStream(follow, frames, lambda error: {"error": error.body})
-    transcript, end = await read_to_end(follow)
-    return json_response(shape.completion(transcript, end))
+        return EventStream(bundle, stream_chat(plan, bundle), error_frame)
+    return json_response(await answer_chat(plan, bundle))
 
 
-class _Shape:
-    """What all objects of one answer share: id, time, model."""
+@dataclass(frozen=True, slots=True)
+class ChatPlan:
+    """A chat that is ready to be submitted."""
 
-    def __init__(self, follow: Follow, model: ServedModel) -> None:
-        self._follow = follow
-        self._model = model
-        self._head = {
-            "id": f"chatcmpl-{follow.command.id.rpartition('_')[2]}",
-            "created": int(time.time()),
-            "model": model.card.name,
-            "system_fingerprint": f"fp_{model.card.digest[:12]}",
-        }
-
-    def completion(self, transcript: Transcript, end: Finished) -> dict[str, object]:
-        message = {"role": "assistant", "content": transcript.text, "refusal": None}
-        choice = {"index": 0, "message": message, "logprobs": None} | _finish(end)
-        return {"object": "chat.completion", **self._head, "choices": [choice], "usage": usage_of(end.usage)}
-
-    async def frames(self, options: StreamOptions) -> AsyncGenerator[bytes]:
-        include_usage, every_usage = bool(options.include_usage), bool(options.continuous_usage_stats)
-        prompt_tokens = len(self._follow.command.prompt)
-        transcript = Transcript.of(self._follow)
-
-        def chunk(choices: list[dict[str, object]], final: Usage | None = None, **extra: object) -> bytes:
-            payload: dict[str, object] = {"object": "chat.completion.chunk", **self._head, "choices": choices, **extra}
-            if final is not None:
-                payload["usage"] = usage_of(final)
-            elif every_usage:
-                payload["usage"] = usage_of(Usage(prompt_tokens, len(transcript.token_ids), transcript.nfe))
-            elif include_usage:
-                payload["usage"] = None
-            return frame(payload)
-
-        yield chunk([_delta(role="assistant", content="")])
-        async for event in self._follow:
-            if event is None:
-                yield KEEPALIVE
-                continue
-            transcript.observe(event)
-            match event:
-                case Queued() | Started():
-                    pass
-                case Delta():
-                    if event.text:
-                        yield chunk([_delta(content=event.text)])
-                case Snapshot():
-                    yield chunk([_delta()], diffusion=canvas_fields(event, self._model.tokenizer, prompt_tokens))
-                case Finished():
-                    yield chunk([_delta() | _finish(event)])
-                    if include_usage:
-                        yield chunk([], final=event.usage)
-                case _:
-                    assert_never(event)
+    body: ChatBody
+    model: ServedModel
+    commands: list[Generate]
 
 
-def _delta(**delta: str) -> dict[str, object]:
-    return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+async def plan_chat(body: ChatBody, catalog: Catalog, call: Call) -> ChatPlan:
+    """Raises `ApiError`."""
+    model = await catalog.resolve(body.model)
+    prompt = await model.encode_chat([message.for_template() for message in body.messages])
+    return ChatPlan(body, model, to_generate(body, [prompt], model, "messages", call))
 
 
-def _finish(end: Finished) -> dict[str, object]:
-    # OpenAI's words only. An abort from elsewhere cuts the text, which is what `length` tells.
-    return {"finish_reason": "stop" if end.reason == "stop" else "length", "finish_detail": end.detail}
+async def answer_chat(plan: ChatPlan, bundle: Bundle) -> dict[str, object]:
+    """Read to the end, and return the whole answer; raises as `Bundle`."""
+    transcripts = await bundle.read_to_end()
+    content = _head(plan) | {
+        "object": "chat.completion",
+        "choices": [_choice(index, transcript) for index, transcript in enumerate(transcripts)],
+        "usage": usage_fields(bundle.follows, transcripts, plan.body.choices),
+        "service_tier": "default",
+    }
+    if plan.body.diffusion and plan.body.diffusion.report:
+        content["diffusion"] = [report_fields(transcript, plan.model) for transcript in transcripts]
+    return content
+
+
+def _choice(index: int, transcript: Transcript) -> dict[str, object]:
+    assert transcript.end is not None, "a bundle that was read to its end has seen every end"
+    message = {"role": "assistant", "content": transcript.text, "refusal": None}
+    return {"index": index, "message": message, "logprobs": None} | finish_fields(transcript.end)
+
+
+async def stream_chat(plan: ChatPlan, bundle: Bundle) -> AsyncGenerator[bytes]:
+    """Yield the chunks; raises as `Bundle`."""
+    options = plan.body.stream_options or StreamOptions()
+    include_usage, every_usage = bool(options.include_usage), bool(options.continuous_usage_stats)
+    transcripts = [Transcript.of(follow) for follow in bundle.follows]
+    canvases = [_canvas(plan, transcript) for transcript in transcripts]
+    head = _head(plan) | {"object": "chat.completion.chunk"}
+
+    def chunk(choices: list[dict[str, object]], extra: Mapping[str, object] | None = None, last: bool = False) -> bytes:
+        payload: dict[str, object] = {**head, "choices": choices, **(extra or {})}
+        if last or every_usage:
+            payload["usage"] = usage_fields(bundle.follows, transcripts, plan.body.choices)
+        elif include_usage:
+            payload["usage"] = None
+        return frame(payload)
+
+    for index in range(len(transcripts)):
+        yield chunk([_delta(index, role="assistant", content="")])
+    async for index, event in bundle:
+        if event is None:
+            yield KEEPALIVE
+            continue
+        transcripts[index].observe(event)
+        match event:
+            case Queued() | Started():
+                pass
+            case Delta():
+                delta, extra = canvases[index].of_delta(event)
+                if delta or extra:
+                    yield chunk([_delta(index, **delta)], extra)
+            case Snapshot():
+                delta, extra = canvases[index].of_snapshot(event)
+                yield chunk([_delta(index, **delta)], extra)
+            case Finished():
+                extra = {}
+                if plan.body.diffusion and plan.body.diffusion.report:
+                    extra = {"diffusion": report_fields(transcripts[index], plan.model)}
+                yield chunk([_delta(index) | finish_fields(event)], extra)
+            case _:
+                assert_never(event)
+    if include_usage:
+        yield chunk([], last=True)
+
+
+def _head(plan: ChatPlan) -> dict[str, object]:
+    """What all objects of one answer share."""
+    return {
+        "id": f"chatcmpl-{plan.commands[0].id.rpartition('_')[2]}",
+        "created": int(time.time()),
+        "model": plan.model.card.name,
+        "system_fingerprint": f"fp_{plan.model.card.digest[:12]}",
+    }
+
+
+def _delta(index: int, **delta: str) -> dict[str, object]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+class _Append:
+    """Committed text as deltas, and nothing else."""
+
+    def of_delta(self, event: Delta) -> tuple[dict[str, str], dict[str, object]]:
+        return ({"content": event.text} if event.text else {}), {}
+
+    def of_snapshot(self, event: Snapshot) -> tuple[dict[str, str], dict[str, object]]:
+        return {}, {}
+
+
+class _Denoise(_Append):
+    """The native mode: whole snapshots beside the text."""
+
+    def __init__(self, plan: ChatPlan) -> None:
+        self._tokenizer = plan.model.tokenizer
+        self._prompt_tokens = len(plan.commands[0].prompt)
+
+    def of_snapshot(self, event: Snapshot) -> tuple[dict[str, str], dict[str, object]]:
+        return {}, {"diffusion": canvas_fields(event, self._tokenizer, self._prompt_tokens)}
+
+
+class _Framed(_Append):
+    """Edits of positions beside the text."""
+
+    def __init__(self, plan: ChatPlan) -> None:
+        detail = plan.body.diffusion.frame_detail if plan.body.diffusion else None
+        self._frames = Frames(plan.model.tokenizer, detail or "tokens")
+
+    def of_delta(self, event: Delta) -> tuple[dict[str, str], dict[str, object]]:
+        delta, _ = super().of_delta(event)
+        return delta, {"diffusion": self._frames.of_commit(event)}
+
+    def of_snapshot(self, event: Snapshot) -> tuple[dict[str, str], dict[str, object]]:
+        return {}, {"diffusion": self._frames.of_snapshot(event)}
+
+
+class _Replaced(_Append):
+    """Mercury's way: every delta is the whole text so far, guesses included."""
+
+    def __init__(self, plan: ChatPlan, transcript: Transcript) -> None:
+        self._tokenizer = plan.model.tokenizer
+        self._transcript = transcript
+
+    def of_delta(self, event: Delta) -> tuple[dict[str, str], dict[str, object]]:
+        return {"content": self._transcript.text}, {}
+
+    def of_snapshot(self, event: Snapshot) -> tuple[dict[str, str], dict[str, object]]:
+        return {"content": self._transcript.text + canvas_text(event.token_ids, self._tokenizer)}, {}
+
+
+def _canvas(plan: ChatPlan, transcript: Transcript) -> _Append:
+    mode = plan.body.canvas_stream
+    match mode:
+        case "append":
+            return _Append()
+        case "denoise":
+            return _Denoise(plan)
+        case "frames":
+            return _Framed(plan)
+        case "replace":
+            return _Replaced(plan, transcript)
+        case _:
+            assert_never(mode)

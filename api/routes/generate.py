@@ -6,6 +6,7 @@ from typing import Annotated, assert_never, cast
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
+from api.admission import admit, call_of
 from api.answers import json_response
 from api.canvas import canvas_fields
 from api.catalog import ServedModel
@@ -35,16 +36,18 @@ async def generate(
     note(stream=bool(body.stream))
     model = await services.catalog.resolve(body.model)
     prompt = await model.encode(body.prompt) if isinstance(body.prompt, str) else cast(list[int], body.prompt)
-    command = to_generate(body, prompt, model, "prompt", services.settings.request_timeout_s)
-    follow = await services.relay.open(command, request.receive)
+    call = call_of(request, services.settings)
+    commands = to_generate(body, [prompt], model, "prompt", call)
+    (command,), (terms,) = commands, await admit(request, call, services.limiter, commands, model.card.block_length)
+    follow = await services.relay.open(command, request.receive, terms)
     if body.stream:
-        return EventStream(follow, _frames(follow, model), lambda error: _error(command.id, error))
+        return EventStream(follow, _frames(follow, model), lambda error: frame(_error(command.id, error)))
     transcript, end = await read_to_end(follow)
     return json_response({"id": command.id, "model": command.model} | _result(transcript, end))
 
 
 async def _frames(follow: Follow, model: ServedModel) -> AsyncGenerator[bytes]:
-    command = follow.command
+    subject = follow.subject
     transcript = Transcript.of(follow)
     async for event in follow:
         if event is None:
@@ -58,9 +61,9 @@ async def _frames(follow: Follow, model: ServedModel) -> AsyncGenerator[bytes]:
                 yield frame(_append(event))
             case Snapshot():
                 head = {"event": "buffer_snapshot", "id": event.id, "after": event.after, "finished": False}
-                yield frame(head | canvas_fields(event, model.tokenizer, len(command.prompt)))
+                yield frame(head | canvas_fields(event, model.tokenizer, subject.prompt_tokens))
             case Finished():
-                head = {"event": "final", "id": event.id, "seq": event.seq, "model": command.model, "finished": True}
+                head = {"event": "final", "id": event.id, "seq": event.seq, "model": subject.model, "finished": True}
                 yield frame(head | _result(transcript, event))
             case _:
                 assert_never(event)

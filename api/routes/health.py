@@ -36,6 +36,19 @@ async def health(services: ServicesDep) -> Response:
     return await _readiness(services)
 
 
+@router.get("/ping")
+@router.head("/ping", include_in_schema=False)
+async def ping() -> Response:
+    """Answer as `/health/live`."""
+    return json_response({"status": "ok"})
+
+
+@router.get("/load")
+async def load(services: ServicesDep) -> Response:
+    """Tell how many generate requests this process follows right now."""
+    return json_response({"server_load": services.relay.open_count, "draining": services.draining})
+
+
 @router.get("/version")
 async def get_version() -> Response:
     try:

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from api.app import create_app
 from api.settings import ApiSettings
 from shared.card import ModelCard
-from shared.client import UnknownModel
+from shared.client import Result, UnknownModel
 from shared.commands import Generate
 from shared.events import Delta, Event, Finished, Queued, Started, Usage
 from shared.text import Tokenizer
@@ -79,6 +79,7 @@ class ScriptedFleet:
     commands: list[Generate] = field(default_factory=list[Generate])
     aborts: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     queue_limits: list[int] = field(default_factory=list[int])
+    idempotency_keys: list[str | None] = field(default_factory=list[str | None])
     closed: int = 0
     waits: int = 0
     """Scripts that have come to a wait."""
@@ -91,10 +92,19 @@ class ScriptedFleet:
             for _ in range(50):
                 await asyncio.sleep(0)
 
-    async def run(self, command: Generate, *, queue_limit: int = 1) -> AsyncGenerator[Event]:
+    async def run(
+        self,
+        command: Generate,
+        *,
+        queue_limit: int | None = None,
+        idempotency_key: str | None = None,
+        tenant: str = "",
+        retention_ms: int = 0,
+    ) -> AsyncGenerator[Event]:
         self._check()
         self.commands.append(command)
-        self.queue_limits.append(queue_limit)
+        self.queue_limits.append(queue_limit or 0)
+        self.idempotency_keys.append(idempotency_key)
         try:
             for step in self.script(command):
                 if isinstance(step, Exception):
@@ -106,6 +116,15 @@ class ScriptedFleet:
                     yield step
         finally:
             self.closed += 1
+
+    async def submit(self, command: Generate, *, queue_limit: int | None = None, retention_ms: int = 0) -> object:
+        raise NotImplementedError
+
+    def stream(self, request_id: str, after: int = 0, previews: bool = True) -> AsyncGenerator[Event]:
+        raise NotImplementedError
+
+    async def result(self, request_id: str) -> Result:
+        raise NotImplementedError
 
     async def abort(self, request_id: str, reason: str = "aborted") -> str:
         self.aborts.append((request_id, reason))

@@ -129,8 +129,6 @@ async def test_a_late_failure_is_a_nested_error_before_done(caller: Caller, flee
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n", 2),
-        ("n", True),
         ("logprobs", True),
         ("top_logprobs", 3),
         ("tools", [{"type": "function"}]),

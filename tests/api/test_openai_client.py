@@ -78,8 +78,8 @@ def test_models_are_listed_and_retrieved(client: OpenAI) -> None:
 
 def test_a_bad_request_raises_with_its_param(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(model="org/demo", messages=MESSAGES, n=3)
-    assert (caught.value.param, caught.value.code) == ("n", "unsupported_parameter")
+        client.chat.completions.create(model="org/demo", messages=MESSAGES, n=65)
+    assert (caught.value.param, caught.value.code) == ("n", "invalid_value")
     assert caught.value.request_id
 
 

@@ -1,0 +1,132 @@
+"""Who may call: API keys, known by their SHA-256, with scopes and limits of their own.
+
+Keys are random and long, so a fast hash is enough. Without a key file everyone may do everything; then the address that
+the server listens on is what protects it.
+"""
+
+import hashlib
+import hmac
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from api.errors import ApiError, path_of, render
+from shared.telemetry import note
+
+KeyScope = Literal["inference", "admin"]
+KEY_PREFIX = "dfk_"
+_BEARER = re.compile(r"bearer +(\S+) *", re.IGNORECASE)
+_OPEN = re.compile(r"/(health(/.*)?|ping|version|metrics|docs(/.*)?|redoc|openapi\.json)?")
+"""Paths that need no key: probes, scrapes and the documentation."""
+_ADMIN = re.compile(r"/admin(/.*)?")
+
+
+class ApiKey(BaseModel):
+    """One entry of the key file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+    """Name for logs, limits and stored objects; two keys of one id share them (a key that is being replaced)."""
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    scopes: tuple[KeyScope, ...] = ("inference",)
+    requests_per_minute: int | None = Field(default=None, ge=1)
+    tokens_per_minute: int | None = Field(default=None, ge=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who a request is from."""
+
+    id: str = ""
+    """Empty: nobody in particular, on a server without keys."""
+    scopes: tuple[KeyScope, ...] = ("inference", "admin")
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+
+
+class InvalidKeys(ValueError):
+    """The key file cannot be read or is not a list of keys; the message names the place, never a value."""
+
+
+_KEYS = TypeAdapter(tuple[ApiKey, ...])
+
+
+def load_keys(path: Path) -> tuple[ApiKey, ...]:
+    """Read a key file: a JSON list of `ApiKey`; raises `InvalidKeys`."""
+    try:
+        return _KEYS.validate_json(path.read_bytes())
+    except OSError as error:
+        raise InvalidKeys(f"{path}: {error.strerror}") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        raise InvalidKeys(f"{path}: {path_of(first['loc'])}: {first['msg']}") from None
+
+
+def hash_key(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def find_key(keys: Sequence[ApiKey], secret: str) -> ApiKey | None:
+    """Return the key; every entry is compared, in constant time."""
+    wanted = hash_key(secret)
+    found: ApiKey | None = None
+    for key in keys:
+        if hmac.compare_digest(key.sha256, wanted):
+            found = key
+    return found
+
+
+class Guard:
+    """ASGI middleware: let only known keys pass, and say in `scope["state"]["caller"]` whose request it is.
+
+    It stands inside the CORS middleware: a preflight has no key, and a refusal needs the CORS headers.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey] | None, default: Caller) -> None:
+        self._app = app
+        self._keys = keys
+        self._default = default
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                caller = self._identify(scope)
+            except ApiError as error:
+                await render(error)(scope, receive, send)
+                return
+            state: dict[str, Any] = scope.setdefault("state", {})
+            state["caller"] = caller
+            if caller.id:
+                note(key=caller.id)
+        await self._app(scope, receive, send)
+
+    def _identify(self, scope: Scope) -> Caller:
+        path: str = scope["path"]
+        if self._keys is None or _OPEN.fullmatch(path):
+            return self._default
+        match = _BEARER.fullmatch(Headers(scope=scope).get("authorization", ""))
+        if match is None:
+            raise _unauthorized("send an API key as `Authorization: Bearer ...`")
+        key = find_key(self._keys, match[1])
+        if key is None:
+            raise _unauthorized("this API key is not known here")
+        wanted: KeyScope = "admin" if _ADMIN.fullmatch(path) else "inference"
+        if wanted not in key.scopes:
+            raise ApiError(403, "permission_denied", f"this API key lacks the scope {wanted}")
+        return Caller(
+            key.id,
+            key.scopes,
+            key.requests_per_minute or self._default.requests_per_minute,
+            key.tokens_per_minute or self._default.tokens_per_minute,
+        )
+
+
+def _unauthorized(message: str) -> ApiError:
+    return ApiError(401, "invalid_api_key", message, headers={"WWW-Authenticate": "Bearer"})

@@ -1,0 +1,30 @@
+"""What an app, or a job process, is put together from."""
+
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from api.catalog import Catalog
+from api.deps import Services
+from api.limits import Limiter
+from api.metrics import Metrics
+from api.ports import Fleet
+from api.relay import Relay
+from api.settings import ApiSettings
+from api.stores import Stores
+from shared.client import FleetClient
+from shared.connection import Link
+
+
+@asynccontextmanager
+async def open_services(
+    settings: ApiSettings, metrics: Metrics, client: Fleet | None = None
+) -> AsyncGenerator[Services]:
+    """Connect to `redis_url`; a `client` that is given belongs to the caller. Redis need not be there yet."""
+    async with AsyncExitStack() as stack:
+        fleet = client or await stack.enter_async_context(FleetClient.connect(settings.redis_url))
+        link = Link.open(settings.redis_url)
+        stack.push_async_callback(link.close)
+        relay = Relay(fleet, settings, metrics)
+        stack.push_async_callback(relay.aclose)
+        stores = Stores.on(link, settings)
+        yield Services(settings, metrics, fleet, Catalog(fleet), relay, Limiter(link), stores)

@@ -1,0 +1,45 @@
+"""What the chat and completion shapes share: finish reasons, usage over several requests, opt-in costs."""
+
+from collections.abc import Sequence
+
+from api.catalog import ServedModel
+from api.relay import Follow
+from api.transcript import Transcript, usage_of
+from shared.events import Finished, Usage
+
+
+def finish_fields(end: Finished) -> dict[str, object]:
+    # OpenAI's words only. An abort from elsewhere cuts the text, which is what `length` tells.
+    return {"finish_reason": "stop" if end.reason == "stop" else "length", "finish_detail": end.detail}
+
+
+def total_usage(follows: Sequence[Follow], transcripts: Sequence[Transcript], choices: int) -> Usage:
+    """Return the sums so far; a prompt with several choices counts once."""
+    prompt_tokens = sum(follow.subject.prompt_tokens for follow in follows[::choices])
+    ends = [transcript.end for transcript in transcripts]
+    return Usage(
+        prompt_tokens,
+        sum(
+            len(transcript.token_ids) if end is None else end.usage.completion_tokens
+            for transcript, end in zip(transcripts, ends, strict=True)
+        ),
+        sum(transcript.nfe for transcript in transcripts),
+        sum(0 if end is None else end.usage.blocks for end in ends),
+    )
+
+
+def usage_fields(follows: Sequence[Follow], transcripts: Sequence[Transcript], choices: int) -> dict[str, int | float]:
+    return usage_of(total_usage(follows, transcripts, choices))
+
+
+def report_fields(transcript: Transcript, model: ServedModel) -> dict[str, object]:
+    """Return what `diffusion.report` asks for: what one answer cost, and when."""
+    assert transcript.end is not None, "a report is made at the end"
+    usage = transcript.end.usage
+    return {
+        "forwards": usage.nfe,
+        "blocks": usage.blocks,
+        "tokens_per_forward": round(usage.completion_tokens / usage.nfe, 3) if usage.nfe else 0.0,
+        "canvas_tokens": usage.blocks * model.card.block_length,
+        **transcript.timings,
+    }

@@ -1,0 +1,52 @@
+"""Make an API key: `python -m api.keys --id team-a [--scopes '["inference"]']`.
+
+The key itself is printed once, to stderr; the entry for the key file, which holds only its hash, to stdout.
+"""
+
+import secrets
+import sys
+
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
+
+from api.access import KEY_PREFIX, ApiKey, KeyScope, hash_key
+
+_KEY_BYTES = 32
+
+
+class KeyRequest(BaseSettings):
+    model_config = SettingsConfigDict(cli_prog_name="python -m api.keys", cli_kebab_case=True, cli_hide_none_type=True)
+
+    id: str = Field(description="Name of the key's owner, for logs, limits and stored objects.")
+    scopes: tuple[KeyScope, ...] = Field(default=("inference",), description="inference, admin.")
+    requests_per_minute: int | None = Field(default=None, ge=1)
+    tokens_per_minute: int | None = Field(default=None, ge=1)
+
+
+def new_key(request: KeyRequest) -> tuple[str, ApiKey]:
+    """Return a fresh key and its entry; raises `ValidationError`."""
+    secret = KEY_PREFIX + secrets.token_urlsafe(_KEY_BYTES)
+    return secret, ApiKey(
+        id=request.id,
+        sha256=hash_key(secret),
+        scopes=request.scopes,
+        requests_per_minute=request.requests_per_minute,
+        tokens_per_minute=request.tokens_per_minute,
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    try:
+        request = CliApp.run(KeyRequest, cli_args=sys.argv[1:] if arguments is None else arguments)
+        secret, entry = new_key(request)
+    except ValidationError as error:
+        for fault in error.errors(include_url=False, include_input=False):
+            print(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}", file=sys.stderr)
+        return 2
+    print(secret, file=sys.stderr)
+    print(entry.model_dump_json(exclude_none=True))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""POST /v1/completions, OpenAI's older endpoint: raw prompts, several at once."""
+
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, assert_never, cast
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from api.admission import admit, call_of
+from api.answers import json_response
+from api.bundle import Bundle
+from api.catalog import Catalog, ServedModel
+from api.choices import finish_fields, report_fields, usage_fields
+from api.deps import ServicesDep, json_body
+from api.errors import ApiError
+from api.frames import Frames
+from api.openapi import ERROR_RESPONSES, request_body
+from api.requests import Call, to_generate
+from api.schemas import CompletionBody, StreamOptions
+from api.sse import KEEPALIVE, EventStream, error_frame, frame
+from api.transcript import Transcript
+from shared.commands import Generate
+from shared.events import Delta, Finished, Queued, Snapshot, Started
+from shared.telemetry import note
+
+router = APIRouter(tags=["openai"])
+
+
+@router.post("/v1/completions", openapi_extra=request_body(CompletionBody), responses=ERROR_RESPONSES)
+async def completions(
+    body: Annotated[CompletionBody, Depends(json_body(CompletionBody))], request: Request, services: ServicesDep
+) -> Response:
+    """Continue prompts. The index of a choice is that of its prompt times `n`, plus that of the choice."""
+    note(stream=bool(body.stream))
+    call = call_of(request, services.settings)
+    plan = await plan_completion(body, services.catalog, call)
+    terms = await admit(request, call, services.limiter, plan.commands, plan.model.card.block_length)
+    bundle = await Bundle.open(services.relay, plan.commands, request.receive, terms)
+    if body.stream:
+        return EventStream(bundle, stream_completion(plan, bundle), error_frame)
+    return json_response(await answer_completion(plan, bundle))
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionPlan:
+    """Completions that are ready to be submitted."""
+
+    body: CompletionBody
+    model: ServedModel
+    commands: list[Generate]
+    echoes: Sequence[str]
+    """What stands before each choice: the text of its prompt, if that was asked for."""
+
+
+async def plan_completion(body: CompletionBody, catalog: Catalog, call: Call) -> CompletionPlan:
+    """Raises `ApiError`."""
+    model = await catalog.resolve(body.model)
+    if body.canvas_stream == "replace":
+        raise ApiError(400, "unsupported_value", "diffusion.stream replace is a mode of chats", "diffusion.stream")
+    given = cast(list[str | list[int]], body.prompt)
+    prompts = [await model.encode(prompt) if isinstance(prompt, str) else prompt for prompt in given]
+    commands = to_generate(body, prompts, model, "prompt", call)
+    texts = [prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt) for prompt in given]
+    echoes = [text if body.echo else "" for text in texts for _ in range(body.choices)]
+    return CompletionPlan(body, model, commands, echoes)
+
+
+async def answer_completion(plan: CompletionPlan, bundle: Bundle) -> dict[str, object]:
+    """Read to the end, and return the whole answer; raises as `Bundle`."""
+    transcripts = await bundle.read_to_end()
+    choices: list[dict[str, object]] = []
+    for index, (echo, transcript) in enumerate(zip(plan.echoes, transcripts, strict=True)):
+        assert transcript.end is not None, "a bundle that was read to its end has seen every end"
+        choices.append(_choice(index, echo + transcript.text) | finish_fields(transcript.end))
+    usage = usage_fields(bundle.follows, transcripts, plan.body.choices)
+    content = _head(plan) | {"choices": choices, "usage": usage}
+    if plan.body.diffusion and plan.body.diffusion.report:
+        content["diffusion"] = [report_fields(transcript, plan.model) for transcript in transcripts]
+    return content
+
+
+async def stream_completion(plan: CompletionPlan, bundle: Bundle) -> AsyncGenerator[bytes]:
+    """Yield the chunks; raises as `Bundle`."""
+    options = plan.body.stream_options or StreamOptions()
+    include_usage, every_usage = bool(options.include_usage), bool(options.continuous_usage_stats)
+    transcripts = [Transcript.of(follow) for follow in bundle.follows]
+    detail = plan.body.diffusion.frame_detail if plan.body.diffusion else None
+    framed = plan.body.canvas_stream != "append"
+    frames = [Frames(plan.model.tokenizer, detail or "tokens") for _ in transcripts]
+    head = _head(plan)
+
+    def chunk(choices: list[dict[str, object]], extra: Mapping[str, object] | None = None, last: bool = False) -> bytes:
+        payload: dict[str, object] = {**head, "choices": choices, **(extra or {})}
+        if last or every_usage:
+            payload["usage"] = usage_fields(bundle.follows, transcripts, plan.body.choices)
+        elif include_usage:
+            payload["usage"] = None
+        return frame(payload)
+
+    for index, echo in enumerate(plan.echoes):
+        if echo:
+            yield chunk([_choice(index, echo)])
+    async for index, event in bundle:
+        if event is None:
+            yield KEEPALIVE
+            continue
+        transcripts[index].observe(event)
+        match event:
+            case Queued() | Started():
+                pass
+            case Delta():
+                extra = {"diffusion": frames[index].of_commit(event)} if framed else {}
+                if event.text or extra:
+                    yield chunk([_choice(index, event.text)], extra)
+            case Snapshot():
+                yield chunk([_choice(index, "")], {"diffusion": frames[index].of_snapshot(event)})
+            case Finished():
+                yield chunk([_choice(index, "") | finish_fields(event)])
+            case _:
+                assert_never(event)
+    if include_usage:
+        yield chunk([], last=True)
+
+
+def _head(plan: CompletionPlan) -> dict[str, object]:
+    return {
+        "id": f"cmpl-{plan.commands[0].id.rpartition('_')[2]}",
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": plan.model.card.name,
+        "system_fingerprint": f"fp_{plan.model.card.digest[:12]}",
+    }
+
+
+def _choice(index: int, text: str) -> dict[str, object]:
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": None}

@@ -1,0 +1,254 @@
+"""OpenAI's Responses: stored, resumable, in the foreground or the background."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import replace
+from typing import Annotated, Any, assert_never
+
+from fastapi import APIRouter, Depends, Query, Request
+from starlette.responses import Response
+
+from api.access import Caller
+from api.admission import admit, call_of
+from api.answers import json_response
+from api.catalog import ServedModel
+from api.deps import CallerDep, Services, ServicesDep, json_body
+from api.errors import ApiError, invalid
+from api.frames import Frames
+from api.openapi import ERROR_RESPONSES, request_body
+from api.paging import Order, page
+from api.relay import Follow, Subject, Terms
+from api.requests import to_generate
+from api.responses.schemas import ResponseBody, as_items, check_effects, to_messages
+from api.responses.shape import EventWriter, response_object, sse, status_of
+from api.responses.store import Record
+from api.sse import KEEPALIVE, EventStream
+from shared.client import Result
+from shared.commands import Generate
+from shared.events import Delta, Finished, Queued, Snapshot, Started
+from shared.keys import ulid
+from shared.telemetry import note
+
+router = APIRouter(tags=["openai"])
+
+_CANCEL_WAIT_S = 5.0
+_CANCEL_POLL_S = 0.05
+
+
+@router.post("/v1/responses", openapi_extra=request_body(ResponseBody), responses=ERROR_RESPONSES)
+async def create(
+    body: Annotated[ResponseBody, Depends(json_body(ResponseBody))],
+    request: Request,
+    services: ServicesDep,
+    caller: CallerDep,
+) -> Response:
+    """Answer an input. With `background` the response goes on by itself: poll it, or resume its stream anywhere."""
+    note(stream=bool(body.stream), background=bool(body.background))
+    check_effects(body)
+    model = await services.catalog.resolve(body.model)
+    messages = await _conversation(body, services, caller)
+    instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    prompt = await model.encode_chat(instructions + messages)
+    call = call_of(request, services.settings)
+    commands = to_generate(body, [prompt], model, "input", call)
+    (command,) = commands
+    record = _record(body, command, messages)
+    (terms,) = await admit(request, call, services.limiter, commands, model.card.block_length, keep=record.background)
+    follow = services.relay.submit(command, request.receive, _retained(terms, services) if body.stored else terms)
+    try:
+        await follow.wait_for_admission()
+        if body.stored:
+            await services.stores.responses.save(caller.id, record, _life_ms(services))
+        if body.background and not body.stream:
+            await follow.aclose()
+            return json_response(response_object(record, "queued"))
+        await follow.wait_for_news()
+    except BaseException:
+        await follow.aclose()
+        raise
+    if body.stream:
+        return _stream(record, follow, model if record.canvas else None, after=-1)
+    return json_response(await _answer(record, follow))
+
+
+@router.post("/v1/responses/input_tokens", openapi_extra=request_body(ResponseBody), responses=ERROR_RESPONSES)
+async def count_input(
+    body: Annotated[ResponseBody, Depends(json_body(ResponseBody))], services: ServicesDep, caller: CallerDep
+) -> Response:
+    """Count the tokens of an input as the model would see it."""
+    model = await services.catalog.resolve(body.model)
+    messages = await _conversation(body, services, caller)
+    instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    prompt = await model.encode_chat(instructions + messages)
+    return json_response({"object": "response.input_tokens", "input_tokens": len(prompt)})
+
+
+@router.get("/v1/responses/{response_id}", responses=ERROR_RESPONSES)
+async def retrieve(
+    response_id: str,
+    request: Request,
+    services: ServicesDep,
+    caller: CallerDep,
+    stream: Annotated[bool, Query()] = False,
+    starting_after: Annotated[int | None, Query(ge=-1)] = None,
+) -> Response:
+    """Return a stored response, or its events behind `starting_after`: those that are past, then those to come."""
+    record = await _find(services, caller, response_id)
+    if stream:
+        subject = Subject(record.request_id, record.model, record.prompt_tokens)
+        follow = services.relay.resume(subject, request.receive)
+        try:
+            await follow.wait_for_admission()
+        except BaseException:
+            await follow.aclose()
+            raise
+        return _stream(record, follow, None, -1 if starting_after is None else starting_after)
+    return json_response(_of_result(record, await services.fleet.result(record.request_id)))
+
+
+@router.delete("/v1/responses/{response_id}", responses=ERROR_RESPONSES)
+async def delete(response_id: str, services: ServicesDep, caller: CallerDep) -> Response:
+    """Forget a response; one that runs is ended first."""
+    record = await _find(services, caller, response_id)
+    await services.fleet.abort(record.request_id, "deleted")
+    await services.stores.responses.delete(caller.id, record)
+    return json_response({"id": record.id, "object": "response", "deleted": True})
+
+
+@router.post("/v1/responses/{response_id}/cancel", responses=ERROR_RESPONSES)
+async def cancel(response_id: str, services: ServicesDep, caller: CallerDep) -> Response:
+    """End a background response; one that has ended stays as it is."""
+    record = await _find(services, caller, response_id)
+    if not record.background:
+        raise invalid("response_id", "only a background response can be cancelled; close the connection of another")
+    await services.fleet.abort(record.request_id, "cancelled")
+    limit = time.monotonic() + _CANCEL_WAIT_S
+    result = await services.fleet.result(record.request_id)
+    while result.end is None and time.monotonic() < limit:
+        await asyncio.sleep(_CANCEL_POLL_S)
+        result = await services.fleet.result(record.request_id)
+    return json_response(_of_result(record, result))
+
+
+@router.get("/v1/responses/{response_id}/input_items", responses=ERROR_RESPONSES)
+async def input_items(
+    response_id: str,
+    services: ServicesDep,
+    caller: CallerDep,
+    after: Annotated[str | None, Query()] = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Annotated[Order, Query()] = "desc",
+) -> Response:
+    """List what a response was asked."""
+    record = await _find(services, caller, response_id)
+    return json_response(page(as_items(record.items, record.id), after, limit, order))
+
+
+async def _conversation(body: ResponseBody, services: Services, caller: Caller) -> list[dict[str, str]]:
+    """Return the messages of this input, behind those of the response that it continues."""
+    messages = to_messages(body.input)
+    if body.previous_response_id is None:
+        return messages
+    previous = await services.stores.responses.find(caller.id, body.previous_response_id)
+    if previous is None:
+        raise ApiError(404, "previous_response_not_found", "no such response", "previous_response_id")
+    result = await services.fleet.result(previous.request_id)
+    if result.end is None:
+        raise invalid("previous_response_id", "that response has not ended yet")
+    said = {"role": "assistant", "content": result.text}
+    return [dict(message) for message in previous.messages] + [said] + messages
+
+
+def _record(body: ResponseBody, command: Generate, messages: list[dict[str, str]]) -> Record:
+    return Record(
+        id=f"resp_{ulid()}",
+        request_id=command.id,
+        model=command.model,
+        created_at=int(time.time()),
+        prompt_tokens=len(command.prompt),
+        background=bool(body.background),
+        store=body.stored,
+        messages=messages,
+        items=body.input,
+        echo={
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "previous_response_id": body.previous_response_id,
+            "temperature": command.sampling.temperature,
+            "top_p": command.sampling.top_p,
+            "user": body.user,
+        },
+        canvas=body.canvas_stream == "frames",
+    )
+
+
+def _retained(terms: Terms, services: Services) -> Terms:
+    return replace(terms, retention_ms=services.settings.response_ttl_s * 1000)
+
+
+def _life_ms(services: Services) -> int:
+    """Return how long a record is kept: as long as the log of its request can be."""
+    return round(services.settings.request_timeout_s * 1000) + services.settings.response_ttl_s * 1000
+
+
+async def _find(services: Services, caller: Caller, response_id: str) -> Record:
+    record = await services.stores.responses.find(caller.id, response_id)
+    if record is None:
+        raise ApiError(404, "not_found", f"there is no response {response_id[:80]!r}", "response_id")
+    return record
+
+
+def _of_result(record: Record, result: Result) -> dict[str, Any]:
+    if result.end is not None:
+        begun = isinstance(result.end, Finished) or bool(result.text)
+        return response_object(record, status_of(result.end), result.text if begun else None, result.end)
+    if result.state == "queued":
+        return response_object(record, "queued")
+    return response_object(record, "in_progress", result.text or None)
+
+
+async def _answer(record: Record, follow: Follow) -> dict[str, Any]:
+    texts: list[str] = []
+    end: Finished | None = None
+    try:
+        async for event in follow:
+            match event:
+                case Delta():
+                    texts.append(event.text)
+                case Finished():
+                    end = event
+                case Queued() | Started() | Snapshot() | None:
+                    pass
+                case _:
+                    assert_never(event)
+    finally:
+        await follow.aclose()
+    assert end is not None, "a follow that ends without raising has seen Finished"
+    return response_object(record, status_of(end), "".join(texts), end)
+
+
+def _stream(record: Record, follow: Follow, canvas: ServedModel | None, after: int) -> EventStream:
+    """Send the events with a number above `after`."""
+    writer = EventWriter(record)
+    frames = None if canvas is None else Frames(canvas.tokenizer, "tokens")
+
+    def wanted(event: Mapping[str, Any]) -> bool:
+        return event["sequence_number"] > after
+
+    async def parts() -> AsyncGenerator[bytes]:
+        for told in writer.begin():
+            if wanted(told):
+                yield sse(told)
+        async for event in follow.raw():
+            if event is None:
+                yield KEEPALIVE
+                continue
+            for told in writer.of(event):
+                if wanted(told):
+                    yield sse(told)
+            if frames is not None and isinstance(event, Snapshot):
+                yield sse(writer.frame(frames.of_snapshot(event)))
+
+    return EventStream(follow, parts(), lambda error: sse(writer.error(error)), done=b"")
