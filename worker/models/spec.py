@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, TypedDict
 
 from shared.decoding import Decoding
 
@@ -70,3 +70,15 @@ class ModelSpec:
     """True: the first block begins behind the prompt; else at position 0, so that it may hold the prompt's tail."""
     fixed_block_length: bool = False
     """True if only `block_length` works (canvas models); else a request may choose."""
+
+
+class FamilyFacts(TypedDict, total=False):
+    """The facts with a default, which a family's module declares where it departs from it; see `ModelSpec`."""
+
+    never_sampled: tuple[int, ...]
+    logit_shift: int
+    commit: Commit
+    context: Attention | None
+    cache: Literal["none", "prefix", "dual"]
+    blocks_after_prompt: bool
+    fixed_block_length: bool
