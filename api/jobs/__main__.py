@@ -1,0 +1,53 @@
+"""Run batches: `python -m api.jobs [--redis-url redis://...]`. Any number of these processes may run."""
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+
+from pydantic import ValidationError
+from pydantic_settings import CliApp
+
+from api.jobs.service import serve
+from api.jobs.settings import JobSettings
+from shared.client import FleetClient
+from shared.telemetry import configure_logging
+
+EXIT_USAGE = 2
+
+logger = logging.getLogger("diffleet.jobs")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    try:
+        settings = CliApp.run(JobSettings, cli_args=list(sys.argv[1:] if arguments is None else arguments))
+        FleetClient.connect(settings.redis_url)
+    except ValidationError as error:
+        for fault in error.errors(include_url=False, include_input=False):
+            print(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}", file=sys.stderr)
+        return EXIT_USAGE
+    except ValueError as error:
+        print(f"redis_url: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    configure_logging(settings.log_level, settings.log_format)
+    asyncio.run(_until_signal(settings))
+    return 0
+
+
+async def _until_signal(settings: JobSettings) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    service = asyncio.create_task(serve(settings))
+    waiter = asyncio.create_task(stop.wait())
+    await asyncio.wait({service, waiter}, return_when=asyncio.FIRST_COMPLETED)
+    for task in (service, waiter):
+        task.cancel()
+    await asyncio.gather(service, waiter, return_exceptions=True)
+    logger.info("stopped")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

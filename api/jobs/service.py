@@ -1,0 +1,112 @@
+"""arq's worker under supervision: it dies with its connection to Redis, and is started again.
+
+What is to be done is the index of open batches, not arq's queue: a cron job looks for batches that nobody runs, and
+enqueues them. So nothing is lost with a queue, a process, or a front that died between two writes.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Mapping
+from typing import Any, cast
+
+from arq.connections import ArqRedis, RedisSettings
+from arq.cron import cron
+from arq.worker import Worker, func
+from redis.asyncio.connection import parse_url
+
+from api import names
+from api.assembly import open_services
+from api.deps import Services
+from api.jobs.runner import BatchRun
+from api.jobs.settings import JobSettings
+from api.metrics import Metrics
+from shared.connection import CONNECT_TIMEOUT_S, FleetUnavailable
+
+logger = logging.getLogger("diffleet.jobs")
+
+_SWEEP_S = 2
+_LONGEST_PAUSE_S = 10.0
+_JOB_SPARE_S = 600
+_SERVICES = "services"
+
+
+async def serve(settings: JobSettings) -> None:
+    """Work until cancelled; a lost Redis is waited for."""
+    pause_s = 0.5
+    while True:
+        began = asyncio.get_running_loop().time()
+        try:
+            async with open_services(settings, Metrics()) as services:
+                await _work(settings, services)
+        except Exception as error:
+            # Whatever ended it, the way on is the same; the message may quote what it was about.
+            logger.warning("jobs are interrupted", extra={"fault": type(error).__name__})
+        if asyncio.get_running_loop().time() - began > _LONGEST_PAUSE_S:
+            pause_s = 0.5
+        await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+        pause_s = min(_LONGEST_PAUSE_S, pause_s * 2)
+
+
+async def _work(settings: JobSettings, services: Services) -> None:
+    worker = Worker(
+        functions=[
+            func(
+                cast(Any, run_batch),
+                timeout=settings.batch_window_s + settings.file_ttl_s + _JOB_SPARE_S,
+                keep_result=0,
+                max_tries=3,
+            )
+        ],
+        cron_jobs=[cron(cast(Any, sweep), second=set(range(0, 60, _SWEEP_S)), run_at_startup=True, keep_result=0)],
+        queue_name=names.JOBS,
+        redis_settings=redis_settings(settings.redis_url),
+        max_jobs=settings.max_batches + 1,
+        ctx={_SERVICES: services},
+        handle_signals=False,
+        log_results=False,
+    )
+    try:
+        await worker.main()
+    finally:
+        for task in worker.tasks.values():
+            task.cancel()
+        await asyncio.gather(*worker.tasks.values(), return_exceptions=True)
+        if (pool := getattr(worker, "_pool", None)) is not None:
+            await pool.aclose(close_connection_pool=True)
+
+
+async def sweep(context: Mapping[str, Any]) -> None:
+    """Enqueue every open batch that nobody runs."""
+    services: Services = context[_SERVICES]
+    queue: ArqRedis = context["redis"]
+    batches = services.stores.batches
+    for tenant, batch_id in await batches.open():
+        if not await batches.held(tenant, batch_id):
+            # A name of its own for each try: arq refuses one that a dead process had begun.
+            name = f"{batch_id}:{context['job_id']}"
+            await queue.enqueue_job(run_batch.__name__, tenant, batch_id, _job_id=name, _queue_name=names.JOBS)
+
+
+async def run_batch(context: Mapping[str, Any], tenant: str, batch_id: str) -> None:
+    services: Services = context[_SERVICES]
+    try:
+        await BatchRun(services, tenant, batch_id).run()
+    except FleetUnavailable:
+        logger.warning("a batch waits for Redis", extra={"batch": batch_id})
+
+
+def redis_settings(url: str) -> RedisSettings:
+    """Return arq's settings for a Redis URL: read by redis-py, because arq does not unquote credentials."""
+    parts: dict[str, Any] = dict(parse_url(url))
+    return RedisSettings(
+        host=parts.get("host", "localhost"),
+        port=parts.get("port", 6379),
+        unix_socket_path=parts.get("path"),
+        database=parts.get("db", 0),
+        username=parts.get("username"),
+        password=parts.get("password"),
+        ssl=url.startswith("rediss://"),
+        conn_timeout=round(CONNECT_TIMEOUT_S),
+        conn_retries=0,
+    )
