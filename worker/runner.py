@@ -13,7 +13,7 @@ from kernels.attention import plan_attention
 from kernels.token_stats import Filters, Noise, Proposals
 from shared.commands import Sampling
 from worker.decoding import decide, needs_entropy
-from worker.decoding.types import BlockView, TokenStats
+from worker.decoding.types import BlockView, Draw, TokenStats, draw_position
 from worker.engine.plan import Canvas, Plan
 from worker.engine.ports import Decision
 from worker.models import LoadedModel
@@ -28,13 +28,22 @@ _LOGITS_AT_ONCE = 2**25
 class Runner:
     """Implements `worker.engine.ports.Forward` for one model on one device."""
 
-    def __init__(self, model: LoadedModel, num_pages: int, page_size: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        num_pages: int,
+        page_size: int,
+        device: torch.device | str = "cpu",
+        draw: Draw = draw_position,
+    ) -> None:
+        """`draw` is where random orders come from; tests put a reference's recorded numbers there."""
         spec = model.spec
         self._module = model.module
         self._spec = spec
         self._dtype = model.dtype
         self._device = torch.device(device)
         self._page_size = page_size
+        self._draw = draw
         shape = (2, spec.num_layers, num_pages, page_size, spec.num_kv_heads, spec.head_dim)
         keys, values = torch.zeros(shape, dtype=model.dtype, device=self._device)
         self._kv = tuple(zip(keys, values, strict=True))
@@ -159,7 +168,7 @@ class Runner:
         last = None
         if any(canvas.last for canvas in members):
             last = torch.tensor([canvas.last for canvas in members], device=self._device)
-        accepted = decide(stats, view, [canvas.decoding for canvas in members], last, self._filler_ids)
+        accepted = decide(stats, view, [canvas.decoding for canvas in members], last, self._filler_ids, self._draw)
         broken = (looked_at & ~spread(proposals.finite)).any(-1)
         columns = (accepted.tolist(), stats.token.tolist(), stats.confidence.tolist(), broken.tolist())
         for row, canvas, take, token, confidence, is_broken in zip(canvases.rows, members, *columns, strict=True):

@@ -9,11 +9,16 @@ from shared.decoding import (
     LowConfidenceStatic,
     Sequential,
 )
-from tests.goldens.folder import Entry
+from tests.goldens.folder import Entry, GoldenFolder
+from tests.goldens.runs import Run
 
 # Defaults of the references' own signatures, for arguments that a run leaves out.
 _THRESHOLD = 0.85
 _ENTROPY_BOUND = 0.35
+
+
+def to_runs(folder: GoldenFolder, entry: Entry) -> list[Run]:
+    return [Run(to_request(entry), expected_tokens(entry), expected_nfe(entry))]
 
 
 def to_request(entry: Entry) -> Generate:

@@ -1,9 +1,8 @@
 """Equality with the official references, run by run. `DIFFLEET_GOLDENS` names a folder with other data."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from types import ModuleType
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from shared.commands import Generate
 from shared.events import Delta, Failed, Finished
 from tests.goldens import sdar
 from tests.goldens.folder import Entry, GoldenFolder, find_folders
+from tests.goldens.runs import Run, replay
 from worker.engine.engine import Engine
 from worker.engine.plan import visible_ends
 from worker.engine.ports import Arrival, Inbox
@@ -20,8 +20,8 @@ from worker.engine.scheduler import BatchLimits, CacheShape
 from worker.models.layers import ForwardContext
 from worker.runner import Runner
 
-# How a family's entries become requests: `to_request`, `expected_tokens`, `expected_nfe`.
-FAMILIES: dict[str, ModuleType] = {"sdar": sdar}
+# How a family's entries become requests.
+FAMILIES: dict[str, Callable[[GoldenFolder, Entry], list[Run]]] = {"sdar": sdar.to_runs}
 FOLDERS = find_folders()
 # What the data's README promises of another float32 implementation.
 LOGIT_TOLERANCE = 1e-4
@@ -41,14 +41,16 @@ def _cases(kind: str) -> list[object]:
 
 
 def _batches() -> list[object]:
-    """Return the runs of each folder that share a block length."""
+    """Return the runs of each folder that share a block length and the facts of the checkpoint."""
     cases: list[object] = []
     for folder in FOLDERS:
-        by_length: dict[int, list[Entry]] = defaultdict(list)
+        groups: dict[str, list[Run]] = defaultdict(list)
         if folder.family in FAMILIES:
             for entry in folder.generate:
-                by_length[entry["args"]["block_length"]].append(entry)
-        cases += [pytest.param(folder, entries, id=f"{folder.name}-b{size}") for size, entries in by_length.items()]
+                for each in FAMILIES[folder.family](folder, entry):
+                    varied = "".join(f"-{name}={value}" for name, value in each.facts.items())
+                    groups[f"b{each.request.block_length or 'all'}{varied}"].append(each)
+        cases += [pytest.param(folder, runs, id=f"{folder.name}-{name}") for name, runs in groups.items()]
     return cases
 
 
@@ -64,12 +66,12 @@ class NoText:
         return ""
 
 
-def make_engine(folder: GoldenFolder, page_size: int, token_budget: int = 2048) -> Engine:
+def make_engine(folder: GoldenFolder, runs: Sequence[Run], page_size: int, token_budget: int = 2048) -> Engine:
     model = folder.model()
     # The reference loops end at the ids that their arguments name; a checkpoint's own eos means nothing to them.
-    spec = replace(model.spec, stop_token_ids=())
+    spec = replace(model.spec, **{"stop_token_ids": (), **runs[0].facts})
     num_pages = 4096 // page_size
-    runner = Runner(model, num_pages, page_size)
+    runner = Runner(replace(model, spec=spec), num_pages, page_size, draw=replay(runs))
     return Engine(
         spec, CacheShape(page_size, num_pages), BatchLimits(64, token_budget), runner, lambda request, resume: NoText()
     )
@@ -117,23 +119,20 @@ def test_a_prefill_gives_the_references_logits(folder: GoldenFolder, entry: Entr
 
 @pytest.mark.parametrize(("folder", "entry"), _cases("generate"))
 def test_a_request_alone_gives_the_references_tokens_and_forwards(folder: GoldenFolder, entry: Entry) -> None:
-    family = FAMILIES[folder.family]
-    request = family.to_request(entry)
+    for each in FAMILIES[folder.family](folder, entry):
+        engine = make_engine(folder, [each], each.request.block_length or 16)
 
-    result = run(make_engine(folder, entry["args"]["block_length"]), [[request]])[request.id]
-
-    assert result == (family.expected_tokens(entry), family.expected_nfe(entry))
+        assert run(engine, [[each.request]])[each.request.id] == each.answer
 
 
-@pytest.mark.parametrize(("folder", "entries"), _batches())
+@pytest.mark.parametrize(("folder", "runs"), _batches())
 @pytest.mark.parametrize("way", ["together", "one-a-step", "narrow"])
-def test_a_batch_of_runs_gives_the_tokens_of_each_alone(folder: GoldenFolder, entries: list[Entry], way: str) -> None:
-    family = FAMILIES[folder.family]
-    requests = [family.to_request(entry) for entry in entries]
+def test_a_batch_of_runs_gives_the_tokens_of_each_alone(folder: GoldenFolder, runs: list[Run], way: str) -> None:
+    requests = [each.request for each in runs]
     arrivals = [[request] for request in requests] if way == "one-a-step" else [requests]
     # Narrow: four blocks a step, the least an engine takes; prompts come in chunks and rows take turns.
-    budget = 4 * entries[0]["args"]["block_length"] if way == "narrow" else 2048
+    budget = 4 * (requests[0].block_length or 16) if way == "narrow" else 2048
 
-    result = run(make_engine(folder, page_size=16, token_budget=budget), arrivals)
+    result = run(make_engine(folder, runs, page_size=16, token_budget=budget), arrivals)
 
-    assert result == {entry["name"]: (family.expected_tokens(entry), family.expected_nfe(entry)) for entry in entries}
+    assert result == {each.request.id: each.answer for each in runs}

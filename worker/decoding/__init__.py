@@ -28,7 +28,7 @@ from worker.decoding import (
     threshold,
 )
 from worker.decoding.ranking import take_best
-from worker.decoding.types import BlockView, TokenStats
+from worker.decoding.types import BlockView, Draw, TokenStats, draw_position
 
 Record = TypeVar("Record", TokenStats, BlockView)
 
@@ -44,6 +44,7 @@ def decide(
     decodings: ReadOnly[Decoding],
     last: Tensor | None = None,
     filler_ids: Tensor | None = None,
+    draw: Draw = draw_position,
 ) -> Tensor:
     """Return [rows, block] bool: the masked positions that are accepted now, and the editable ones that are revised.
 
@@ -53,7 +54,7 @@ def decide(
     """
     masked = view.masked
     view = _without_filler(stats, view, decodings, filler_ids)
-    accepted = _by_strategy(stats, view, decodings)
+    accepted = _by_strategy(stats, view, decodings, draw)
     stuck = ~(accepted & masked).any(-1, keepdim=True)
     accepted = accepted | (take_best(stats.confidence, view.masked) & stuck)
     if last is not None:
@@ -74,17 +75,17 @@ def _without_filler(
     return replace(view, masked=masked)
 
 
-def _by_strategy(stats: TokenStats, view: BlockView, decodings: ReadOnly[Decoding]) -> Tensor:
+def _by_strategy(stats: TokenStats, view: BlockView, decodings: ReadOnly[Decoding], draw: Draw) -> Tensor:
     groups: dict[type[Decoding], list[int]] = {}
     for row, decoding in enumerate(decodings):
         groups.setdefault(type(decoding), []).append(row)
     if len(groups) == 1:
-        return _accept(stats, view, decodings)
+        return _accept(stats, view, decodings, draw)
     accepted = torch.zeros_like(view.masked)
     for rows in groups.values():
         index = torch.tensor(rows, device=view.masked.device)
         members = [decodings[row] for row in rows]
-        accepted[index] = _accept(_pick(stats, index), _pick(view, index), members)
+        accepted[index] = _accept(_pick(stats, index), _pick(view, index), members, draw)
     return accepted
 
 
@@ -93,7 +94,7 @@ def _pick(record: Record, index: Tensor) -> Record:
     return type(record)(*(getattr(record, field.name)[index] for field in fields(record)))
 
 
-def _accept(stats: TokenStats, view: BlockView, decodings: ReadOnly[Decoding]) -> Tensor:
+def _accept(stats: TokenStats, view: BlockView, decodings: ReadOnly[Decoding], draw: Draw) -> Tensor:
     """Apply one strategy; `decodings` are all of one kind."""
     device = view.masked.device
 
@@ -122,7 +123,7 @@ def _accept(stats: TokenStats, view: BlockView, decodings: ReadOnly[Decoding]) -
         case Sequential():
             return sequential.accept(view, steps())
         case RandomOrder():
-            return random_order.accept(view, steps())
+            return random_order.accept(view, steps(), draw)
         case EntropyBounded():
             return entropy_bounded.accept(stats, view, column("bound", torch.float32))
         case SubBlock():

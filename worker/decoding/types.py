@@ -3,9 +3,21 @@
 All tensors are [rows, block], rows padded to the longest block of the step; padding is never masked.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from kernels.noise import POSITION_LANE, uniform
+
+Draw = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(seed, position, step) to float32 numbers in (0, 1) of their broadcast shape: the same for the same three."""
+
+
+def draw_position(seed: Tensor, position: Tensor, step: Tensor) -> Tensor:
+    """Draw one number for each position; seed, position and step are int64 and broadcast."""
+    return uniform(seed, position, step, torch.tensor(POSITION_LANE, device=seed.device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,3 +54,8 @@ class BlockView:
     """[rows, block] int64: the token on the canvas; only read where editable."""
     undecided_at_first: Tensor
     """[rows] int64: wanted masks when the block was opened."""
+
+    @property
+    def positions(self) -> Tensor:
+        """[rows, block] int64: absolute."""
+        return self.start[:, None] + torch.arange(self.masked.shape[1], device=self.masked.device)
