@@ -1,6 +1,5 @@
 """Positions in random order (LLaDA's random remasking)."""
 
-import torch
 from torch import Tensor
 
 from worker.decoding.ranking import quota, take_highest
