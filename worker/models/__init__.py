@@ -16,7 +16,10 @@ __all__ = ["FAMILIES", "Denoiser", "LoadedModel", "ModelError", "load_model"]
 
 # Keyed by `architectures`, for `model_type` collides: LLaDA-MoE says llada, Stable-DiffCoder says llama.
 FAMILIES = {
+    "LLaDA2MoeModelLM": "worker.models.llada2",
+    "LLaDAMoEModelLM": "worker.models.llada_moe",
     "SDARForCausalLM": "worker.models.sdar",
+    "SDARMoeForCausalLM": "worker.models.sdar_moe",
 }
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,24 @@ from torch import Tensor, nn
 
 import kernels
 from kernels.attention import AttentionPlan
+from kernels.moe import Router
 from kernels.rope import rope_tables
+
+
+@dataclass(frozen=True, slots=True)
+class MoeShape:
+    """A mixture of experts in the place of an MLP."""
+
+    experts: int
+    inner: int
+    """Intermediate size of one expert."""
+    router: Router
+    shared_inner: int = 0
+    """Intermediate size of the MLP that every token passes beside its experts; 0: there is none."""
+    selection_bias: bool = False
+    """The choice of experts adds a learned bias to the scores, their weights do not."""
+    dense_layers: frozenset[int] = frozenset()
+    """Layers that keep a plain MLP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +44,9 @@ class LayerShape:
     out_bias: bool = False
     head_norm: bool = False
     """Norm each query and key head before the rotation (Qwen3)."""
+    rotary_dim: int = 0
+    """Leading components of a head that are rotated; 0: all."""
+    moe: MoeShape | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +68,8 @@ class Rotation:
     sin: Tensor
 
 
-def _empty(*shape: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
+def empty_parameter(*shape: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
+    """Return a parameter that weights are loaded into."""
     return nn.Parameter(torch.empty(shape, device=device, dtype=dtype), requires_grad=False)
 
 
@@ -57,8 +78,8 @@ class Linear(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, bias: bool, *, device: torch.device, dtype: torch.dtype):
         super().__init__()
-        self.weight = _empty(outputs, inputs, device=device, dtype=dtype)
-        self.bias = _empty(outputs, device=device, dtype=dtype) if bias else None
+        self.weight = empty_parameter(outputs, inputs, device=device, dtype=dtype)
+        self.bias = empty_parameter(outputs, device=device, dtype=dtype) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         return kernels.linear(x, self.weight, self.bias)
@@ -69,7 +90,7 @@ class Norm(nn.Module):
 
     def __init__(self, size: int, eps: float, *, device: torch.device, dtype: torch.dtype):
         super().__init__()
-        self.weight = _empty(size, device=device, dtype=dtype)
+        self.weight = empty_parameter(size, device=device, dtype=dtype)
         self.eps = eps
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -106,7 +127,7 @@ class Attention(nn.Module):
         self.scale = 1.0 / math.sqrt(shape.head_dim)
         # One row for each head, so that queries and keys are normed together.
         self.head_norm = (
-            _empty(heads + kv_heads, shape.head_dim, device=device, dtype=dtype) if shape.head_norm else None
+            empty_parameter(heads + kv_heads, shape.head_dim, device=device, dtype=dtype) if shape.head_norm else None
         )
 
     def forward(self, x: Tensor, rotation: Rotation, context: ForwardContext) -> Tensor:
@@ -131,6 +152,32 @@ class GatedMLP(nn.Module):
         return self.down.forward(kernels.gated_linear(x, self.gate_up.weight))
 
 
+class MoeMLP(nn.Module):
+    """The chosen experts' gated MLPs, weighted, and a shared one where the shape has it.
+
+    The router works in float32 whatever the model's dtype is: a near tie must not be decided by rounding.
+    """
+
+    def __init__(self, shape: LayerShape, moe: MoeShape, *, device: torch.device, dtype: torch.dtype):
+        super().__init__()
+        hidden = shape.hidden_size
+        self.rule = moe.router
+        self.router = empty_parameter(moe.experts, hidden, device=device, dtype=torch.float32)
+        self.selection_bias = (
+            empty_parameter(moe.experts, device=device, dtype=torch.float32) if moe.selection_bias else None
+        )
+        self.gate_up = empty_parameter(moe.experts, 2 * moe.inner, hidden, device=device, dtype=dtype)
+        self.down = empty_parameter(moe.experts, hidden, moe.inner, device=device, dtype=dtype)
+        shared = replace(shape, intermediate_size=moe.shared_inner)
+        self.shared = GatedMLP(shared, device=device, dtype=dtype) if moe.shared_inner else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = F.linear(x.float(), self.router)
+        ids, weights = kernels.route(logits, self.rule, self.selection_bias)
+        routed = kernels.experts(x, ids, weights, self.gate_up, self.down)
+        return routed if self.shared is None else routed + self.shared.forward(x)
+
+
 class DecoderLayer(nn.Module):
     """Pre-norm attention and MLP. The residual stream travels beside the output that is still to be added to it."""
 
@@ -139,7 +186,11 @@ class DecoderLayer(nn.Module):
         self.attention_norm = Norm(shape.hidden_size, shape.eps, device=device, dtype=dtype)
         self.attention = Attention(shape, layer, device=device, dtype=dtype)
         self.mlp_norm = Norm(shape.hidden_size, shape.eps, device=device, dtype=dtype)
-        self.mlp = GatedMLP(shape, device=device, dtype=dtype)
+        self.mlp: GatedMLP | MoeMLP
+        if shape.moe is None or layer in shape.moe.dense_layers:
+            self.mlp = GatedMLP(shape, device=device, dtype=dtype)
+        else:
+            self.mlp = MoeMLP(shape, shape.moe, device=device, dtype=dtype)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, rotation: Rotation, context: ForwardContext
@@ -165,12 +216,14 @@ class Decoder(nn.Module):
         dtype: torch.dtype,
     ):
         super().__init__()
-        self.embedding = _empty(vocab_size, shape.hidden_size, device=device, dtype=dtype)
-        self.rotary = Rotary(shape.head_dim, rope_theta, device=device, dtype=dtype)
+        self.embedding = empty_parameter(vocab_size, shape.hidden_size, device=device, dtype=dtype)
+        self.rotary = Rotary(shape.rotary_dim or shape.head_dim, rope_theta, device=device, dtype=dtype)
         layers = [DecoderLayer(shape, layer, device=device, dtype=dtype) for layer in range(num_layers)]
         self.layers: Iterable[DecoderLayer] = nn.ModuleList(layers)  # pyright: ignore[reportAttributeAccessIssue]
         self.norm = Norm(shape.hidden_size, shape.eps, device=device, dtype=dtype)
-        self.head = self.embedding if tied else _empty(vocab_size, shape.hidden_size, device=device, dtype=dtype)
+        self.head = (
+            self.embedding if tied else empty_parameter(vocab_size, shape.hidden_size, device=device, dtype=dtype)
+        )
 
     def forward(self, token_ids: Tensor, context: ForwardContext, wanted: Tensor | None = None) -> Tensor:
         """Write the keys and values of token_ids [tokens]; return hidden states [wanted or tokens, hidden]."""

@@ -1,41 +1,64 @@
 """The Qwen and Llama make of decoder: config keys, layers and tensor names that many families share."""
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
 from worker.models.checkpoint import Checkpoint, ModelError
-from worker.models.layers import Decoder, LayerShape, Linear
+from worker.models.layers import Decoder, GatedMLP, LayerShape, Linear, MoeMLP, MoeShape
 
 # Older exports carry the rotary table, which is computed here.
 _ROTARY_TABLE = "rotary_emb.inv_freq"
 
 
 def read_shape(
-    checkpoint: Checkpoint, *, head_norm: bool, qkv_bias: bool = False, out_bias: bool = False
+    checkpoint: Checkpoint,
+    *,
+    head_norm: bool,
+    qkv_bias: bool = False,
+    out_bias: bool = False,
+    moe: MoeShape | None = None,
+    dense_size: str = "intermediate_size",
 ) -> LayerShape:
-    """Read the layer's shape from config.json. Raises `ModelError` for what these layers do not do."""
+    """Read the layer's shape from config.json. Raises `ModelError` for what these layers do not do.
+
+    `dense_size` is the key of the plain MLP's size; with a mixture in every layer it may be absent.
+    """
     config = checkpoint.config
     hidden, heads = checkpoint.integer("hidden_size"), checkpoint.integer("num_attention_heads")
     kv_heads = checkpoint.integer("num_key_value_heads", heads)
     if heads % kv_heads:
-        raise _refused(checkpoint, "num_key_value_heads", f"{kv_heads} does not divide num_attention_heads {heads}")
+        raise refuse(checkpoint, "num_key_value_heads", f"{kv_heads} does not divide num_attention_heads {heads}")
     # head_dim is a fact of its own: SDAR-4B has 32 heads of 128 on a hidden size of 2560.
     head_dim = checkpoint.integer("head_dim") if config.get("head_dim") is not None else hidden // heads
     if config.get("hidden_act", "silu") != "silu":
-        raise _refused(checkpoint, "hidden_act", f"{config['hidden_act']!r} is not supported, only 'silu'")
+        raise refuse(checkpoint, "hidden_act", f"{config['hidden_act']!r} is not supported, only 'silu'")
     if config.get("use_sliding_window"):
-        raise _refused(checkpoint, "use_sliding_window", "sliding windows are not supported")
+        raise refuse(checkpoint, "use_sliding_window", "sliding windows are not supported")
     return LayerShape(
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=checkpoint.integer("intermediate_size"),
+        intermediate_size=checkpoint.integer(dense_size, None if moe is None or moe.dense_layers else 1),
         eps=checkpoint.number("rms_norm_eps", 1e-6),
         qkv_bias=qkv_bias,
         out_bias=out_bias,
         head_norm=head_norm,
+        rotary_dim=_rotary_dim(checkpoint, head_dim),
+        moe=moe,
     )
+
+
+def _rotary_dim(checkpoint: Checkpoint, head_dim: int) -> int:
+    share = checkpoint.config.get("partial_rotary_factor")
+    if share is None:
+        return 0
+    width = int(head_dim * checkpoint.number("partial_rotary_factor"))
+    if not 0 < width <= head_dim or width % 2:
+        raise refuse(checkpoint, "partial_rotary_factor", f"{share} of a head of {head_dim} is not an even part")
+    return width
 
 
 def read_rope_theta(checkpoint: Checkpoint) -> float:
@@ -44,10 +67,10 @@ def read_rope_theta(checkpoint: Checkpoint) -> float:
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind != "default":
-        raise _refused(checkpoint, "rope_scaling", f"rope type {kind!r} is not supported, only 'default'")
+        raise refuse(checkpoint, "rope_scaling", f"rope type {kind!r} is not supported, only 'default'")
     theta = parameters.get("rope_theta", config.get("rope_theta"))
     if not isinstance(theta, int | float) or not theta > 0:
-        raise _refused(checkpoint, "rope_theta", f"must be a positive number, not {theta!r}")
+        raise refuse(checkpoint, "rope_theta", f"must be a positive number, not {theta!r}")
     return float(theta)
 
 
@@ -64,27 +87,21 @@ def build_decoder(checkpoint: Checkpoint, shape: LayerShape, *, device: torch.de
     )
 
 
-def name_slots(decoder: Decoder) -> tuple[dict[str, tuple[Tensor, ...]], frozenset[str]]:
-    """Return the places of each tensor of a checkpoint, and the names that may be there without one."""
-    slots: dict[str, tuple[Tensor, ...]] = {
-        "model.embed_tokens.weight": (decoder.embedding,),
-        "model.norm.weight": (decoder.norm.weight,),
-    }
-    ignored = {f"model.{_ROTARY_TABLE}"}
-    if decoder.head is decoder.embedding:
-        ignored.add("lm_head.weight")
-    else:
-        slots["lm_head.weight"] = (decoder.head,)
+def name_slots(decoder: Decoder, stored: Collection[str] = ()) -> tuple[dict[str, tuple[Tensor, ...]], frozenset[str]]:
+    """Return the places of each tensor of a checkpoint, and the names that may be there without one.
+
+    `stored` are the checkpoint's names, which tell how a mixture's experts were exported.
+    """
+    slots, ignored = name_ends(decoder)
     for number, layer in enumerate(decoder.layers):
         prefix = f"model.layers.{number}."
-        attention, mlp = layer.attention, layer.mlp
+        attention = layer.attention
         shape = attention.shape
         heads, kv_heads = shape.num_heads, shape.num_kv_heads
         rows = [heads * shape.head_dim, kv_heads * shape.head_dim, kv_heads * shape.head_dim]
-        slots |= _pieces(prefix + "self_attn.{}_proj", ("q", "k", "v"), attention.qkv, rows)
-        slots |= _pieces(prefix + "self_attn.{}_proj", ("o",), attention.out, [shape.hidden_size])
-        slots |= _pieces(prefix + "mlp.{}_proj", ("gate", "up"), mlp.gate_up, [shape.intermediate_size] * 2)
-        slots |= _pieces(prefix + "mlp.{}_proj", ("down",), mlp.down, [shape.hidden_size])
+        slots |= name_pieces(prefix + "self_attn.{}_proj", ("q", "k", "v"), attention.qkv, rows)
+        slots |= name_pieces(prefix + "self_attn.{}_proj", ("o",), attention.out, [shape.hidden_size])
+        slots |= name_mlp(f"{prefix}mlp.", layer.mlp, stored)
         slots[prefix + "input_layernorm.weight"] = (layer.attention_norm.weight,)
         slots[prefix + "post_attention_layernorm.weight"] = (layer.mlp_norm.weight,)
         if attention.head_norm is not None:
@@ -94,7 +111,62 @@ def name_slots(decoder: Decoder) -> tuple[dict[str, tuple[Tensor, ...]], frozens
     return slots, frozenset(ignored)
 
 
-def _pieces(pattern: str, names: tuple[str, ...], fused: Linear, rows: list[int]) -> dict[str, tuple[Tensor, ...]]:
+def name_ends(
+    decoder: Decoder, embedding: str = "model.embed_tokens.weight"
+) -> tuple[dict[str, tuple[Tensor, ...]], set[str]]:
+    """Return the places of what stands before and behind the layers, and the names that may be there without one."""
+    slots: dict[str, tuple[Tensor, ...]] = {
+        embedding: (decoder.embedding,),
+        "model.norm.weight": (decoder.norm.weight,),
+    }
+    ignored = {f"model.{_ROTARY_TABLE}"}
+    if decoder.head is decoder.embedding:
+        ignored.add("lm_head.weight")
+    else:
+        slots["lm_head.weight"] = (decoder.head,)
+    return slots, ignored
+
+
+def name_mlp(prefix: str, mlp: GatedMLP | MoeMLP, stored: Collection[str]) -> dict[str, tuple[Tensor, ...]]:
+    """Return the places of an MLP's tensors, `prefix` ending in a dot.
+
+    A mixture's experts are stored one by one (`experts.N.gate_proj.weight`), or stacked ([experts, ...]) as
+    `experts.gate_proj` or, gate and up in one, `experts.gate_up_proj`, with or without `.weight`.
+    """
+    if isinstance(mlp, GatedMLP):
+        return _name_gated(prefix, mlp)
+    slots: dict[str, tuple[Tensor, ...]] = {f"{prefix}gate.weight": (mlp.router,)}
+    if mlp.selection_bias is not None:
+        slots[f"{prefix}gate.expert_bias"] = (mlp.selection_bias,)
+    if mlp.shared is not None:
+        # LLaDA2.0 speaks of shared experts, LLaDA-MoE of one.
+        plural = f"{prefix}shared_experts.gate_proj.weight" in stored
+        slots |= _name_gated(f"{prefix}shared_expert{'s' if plural else ''}.", mlp.shared)
+    inner = mlp.down.shape[2]
+    gate, up = mlp.gate_up.split(inner, dim=1)
+    for end in ("", ".weight"):
+        if f"{prefix}experts.down_proj{end}" not in stored:
+            continue
+        slots[f"{prefix}experts.down_proj{end}"] = (mlp.down,)
+        if f"{prefix}experts.gate_up_proj{end}" in stored:
+            slots[f"{prefix}experts.gate_up_proj{end}"] = (mlp.gate_up,)
+        else:
+            slots[f"{prefix}experts.gate_proj{end}"] = (gate,)
+            slots[f"{prefix}experts.up_proj{end}"] = (up,)
+        return slots
+    for number in range(mlp.down.shape[0]):
+        for name, stacked in (("gate", gate), ("up", up), ("down", mlp.down)):
+            slots[f"{prefix}experts.{number}.{name}_proj.weight"] = (stacked[number],)
+    return slots
+
+
+def _name_gated(prefix: str, mlp: GatedMLP) -> dict[str, tuple[Tensor, ...]]:
+    hidden, inner = mlp.down.weight.shape
+    pieces = name_pieces(prefix + "{}_proj", ("gate", "up"), mlp.gate_up, [inner] * 2)
+    return pieces | name_pieces(prefix + "{}_proj", ("down",), mlp.down, [hidden])
+
+
+def name_pieces(pattern: str, names: tuple[str, ...], fused: Linear, rows: list[int]) -> dict[str, tuple[Tensor, ...]]:
     """Return the places of projections that are stacked by rows in one linear."""
     places = {
         f"{pattern.format(name)}.weight": (piece,) for name, piece in zip(names, fused.weight.split(rows), strict=True)
@@ -105,5 +177,5 @@ def _pieces(pattern: str, names: tuple[str, ...], fused: Linear, rows: list[int]
     return places
 
 
-def _refused(checkpoint: Checkpoint, key: str, why: str) -> ModelError:
+def refuse(checkpoint: Checkpoint, key: str, why: str) -> ModelError:
     return ModelError(f"{checkpoint.folder / 'config.json'}: {key}: {why}")

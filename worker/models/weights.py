@@ -18,6 +18,11 @@ Slots = Mapping[str, tuple[Tensor, ...]]
 that is stored once and used in several rows has several places."""
 
 
+def stored_names(folder: Path) -> frozenset[str]:
+    """Return the names of the checkpoint's tensors, where their places depend on how it was exported."""
+    return frozenset(_locate(folder))
+
+
 def load_weights(folder: Path, slots: Slots, ignored: frozenset[str] = frozenset()) -> None:
     """Copy every tensor of the checkpoint to its places.
 
