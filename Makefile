@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip $(if $(MAKE_TERMOUT),,-qq)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check lint types contracts unit bench format clean
+.PHONY: help setup run test check lint types contracts unit bench chaos format clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,6 +58,9 @@ unit: setup ## pytest alone.
 
 bench: setup ## Benchmarks, one table each; BENCH="path" runs one of them.
 	@for name in $(BENCH); do OMP_NUM_THREADS=1 $(BIN)/python -m tests.bench.$$name || exit 1; done
+
+chaos: setup ## A fleet under faults, and an oracle. DIFFLEET_CHAOS_SEED=1 DIFFLEET_CHAOS_SECONDS=600.
+	@DIFFLEET_CHAOS_SECONDS=$${DIFFLEET_CHAOS_SECONDS:-600} $(BIN)/python -m tests.fleet.chaos
 
 format: setup ## Let ruff rewrite the files.
 	@$(BIN)/ruff check --fix .

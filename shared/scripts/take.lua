@@ -2,9 +2,10 @@
 -- Claim up to `budget` requests: what others lost first, then new ones, lane after lane. One script, because COUNT of
 -- XREADGROUP is per stream and would claim more than there are free slots.
 --
--- A crash hits all requests of a worker, and only one of them may be its cause. So what a dead worker ran is suspect:
--- one worker at a time, the officer, runs suspects by themselves, in groups that are halved with each crash, until the
--- culprit has crashed a worker alone. The officer takes nothing else; the others leave suspects to it.
+-- A crash hits all requests of a worker, and only one of them may be its cause. A first crash is forgiven: machines
+-- fail, and whoever has room goes on at once. What has lost two workers is suspect: one worker at a time, the officer,
+-- runs suspects by themselves, in groups that are halved with each crash, until the culprit has crashed a worker alone.
+-- The officer takes nothing else; the others leave suspects to it.
 -- KEYS: three lanes in reading order, dlq, handed-back hint, rate, probation
 -- ARGV: prefix, group, consumer, budget, lease ms, reap (0 | 1), max attempts, envelope version, slots, requests held,
 --       three scan cursors
@@ -33,7 +34,7 @@ end
 
 local suspects = {}
 
--- An entry whose lease is over, now ours: a claim if it was handed back, a suspect if its worker is gone.
+-- An entry whose lease is over, now ours: a suspect if it has lost enough workers, else a claim.
 local function receive(lane, entry)
   if not entry[2] then return end
   local key = worker.prefix .. 'r:' .. fields_of(entry).id
@@ -42,7 +43,7 @@ local function receive(lane, entry)
     if redis.call('EXISTS', worker.prefix .. 'w:' .. request.own) == 1 then
       -- Its owner lives and never knew of it, for the reply of its claim was lost: no attempt at all.
       redis.call('HSET', key, 'st', 'queued', 'own', '', 'att', request.att - 1)
-    else
+    elseif tonumber(request.att) > 1 then
       redis.call('HSET', key, 'sus', 1)
       request.sus = '1'
     end
@@ -86,7 +87,7 @@ if #suspects > 0 and (mine or not officer) then
   local first = 1
   while first <= #suspects and held == 0 and #claims == 0 do
     local last = first
-    local function room(i) return math.max(1, math.floor(slots / 2 ^ suspects[i].attempts)) end
+    local function room(i) return math.max(1, math.floor(slots / 2 ^ (suspects[i].attempts - 1))) end
     while last < #suspects and last - first + 1 < math.min(room(last + 1), left) do last = last + 1 end
     for i = first, last do claim(suspects[i].lane, suspects[i].entry, first == last) end
     first = last + 1

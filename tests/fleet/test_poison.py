@@ -53,8 +53,8 @@ async def test_a_request_that_kills_its_worker_dies_alone(
     assert isinstance(end, Failed) and end.code == "poison"
     for events in streams:
         assert_whole(events)
-    # In a batch of four, of two, and alone.
-    assert deaths == 3
+    # Twice in a batch of four, in one of two, and alone.
+    assert deaths == 4
     [letter] = await fleet.dead_letters(NAME)
-    assert (letter.id, letter.attempts, len(letter.lost_workers)) == (poison.id, 3, 3)
+    assert (letter.id, letter.attempts, len(letter.lost_workers)) == (poison.id, 4, 4)
     assert redis_client.xlen(Keys.of(poison.id).lane("std")) == 0

@@ -139,10 +139,10 @@ class Interleavings(RuleBasedStateMachine):
             request = self.requests[claim.id]
             assert request.end is None and not request.aborted
             assert request.owner is None or request.lease_over
-            if request.owner is not None and claim not in suspects:
+            if request.owner in self.heard and claim not in suspects:
                 # Its owner has been heard of, so it was only the reply of the claim that got lost.
-                assert request.owner in self.heard
                 request.attempts -= 1
+            assert claim in suspects or request.attempts < 2 or request.owner is None
             assert request.attempts < MAX_ATTEMPTS or not request.alone
             request.alone = bool(suspects) and len(claims) == 1
             request.owner, request.lease_over = name, False
