@@ -23,10 +23,20 @@ class Run:
     """Steps of each block, where `uniforms` counts them over all blocks; 0: one block."""
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
     """Facts of the checkpoint that the reference's arguments change."""
+    shown: int | None = None
+    """How many tokens the reference returns at most of what it has decided."""
+    cut_at: int | None = None
+    """Token at which the reference cuts what it has decided, having decoded on behind it."""
 
     @property
     def answer(self) -> tuple[list[int], int]:
         return self.tokens, self.nfe
+
+    def observe(self, result: tuple[list[int], int]) -> tuple[list[int], int]:
+        """Return of our tokens and forwards what the reference would have returned."""
+        tokens, nfe = result
+        tokens = tokens[: self.shown]
+        return tokens[: tokens.index(self.cut_at)] if self.cut_at in tokens else tokens, nfe
 
 
 def replay(runs: Iterable[Run]) -> Draw:

@@ -10,18 +10,22 @@ import torch
 from kernels.attention import plan_attention
 from shared.commands import Generate
 from shared.events import Delta, Failed, Finished
-from tests.goldens import sdar
+from tests.goldens import llada2, sdar
 from tests.goldens.folder import Entry, GoldenFolder, find_folders
 from tests.goldens.runs import Run, replay
 from worker.engine.engine import Engine
-from worker.engine.plan import visible_ends
-from worker.engine.ports import Arrival, Inbox
+from worker.engine.plan import Plan, visible_ends
+from worker.engine.ports import Arrival, Decision, Inbox
 from worker.engine.scheduler import BatchLimits, CacheShape
 from worker.models.layers import ForwardContext
 from worker.runner import Runner
 
 # How a family's entries become requests.
-FAMILIES: dict[str, Callable[[GoldenFolder, Entry], list[Run]]] = {"sdar": sdar.to_runs}
+FAMILIES: dict[str, Callable[[GoldenFolder, Entry], list[Run]]] = {
+    "llada2": llada2.to_runs,
+    "llada21": llada2.to_runs,
+    "sdar": sdar.to_runs,
+}
 FOLDERS = find_folders()
 # What the data's README promises of another float32 implementation.
 LOGIT_TOLERANCE = 1e-4
@@ -33,6 +37,8 @@ def _cases(kind: str) -> list[object]:
     for folder in FOLDERS:
         if folder.family in FAMILIES:
             entries = folder.forward if kind == "forward" else folder.generate
+            if kind == "trace":
+                entries = [entry for entry in entries if "block_trace" in entry]
             cases += [pytest.param(folder, entry, id=f"{folder.name}-{entry['name']}") for entry in entries]
         else:
             reason = f"{folder.path}: family {folder.family!r} is not served; known: {', '.join(FAMILIES)}"
@@ -66,14 +72,26 @@ class NoText:
         return ""
 
 
-def make_engine(folder: GoldenFolder, runs: Sequence[Run], page_size: int, token_budget: int = 2048) -> Engine:
+Watch = Callable[[Plan], None]
+
+
+def make_engine(
+    folder: GoldenFolder, runs: Sequence[Run], page_size: int, token_budget: int = 2048, watch: Watch | None = None
+) -> Engine:
+    """Return an engine over the folder's model; `watch` sees every plan before it runs."""
     model = folder.model()
     # The reference loops end at the ids that their arguments name; a checkpoint's own eos means nothing to them.
     spec = replace(model.spec, **{"stop_token_ids": (), **runs[0].facts})
     num_pages = 4096 // page_size
     runner = Runner(replace(model, spec=spec), num_pages, page_size, draw=replay(runs))
+
+    def forward(plan: Plan) -> Decision:
+        if watch is not None:
+            watch(plan)
+        return runner(plan)
+
     return Engine(
-        spec, CacheShape(page_size, num_pages), BatchLimits(64, token_budget), runner, lambda request, resume: NoText()
+        spec, CacheShape(page_size, num_pages), BatchLimits(64, token_budget), forward, lambda request, resume: NoText()
     )
 
 
@@ -122,7 +140,7 @@ def test_a_request_alone_gives_the_references_tokens_and_forwards(folder: Golden
     for each in FAMILIES[folder.family](folder, entry):
         engine = make_engine(folder, [each], each.request.block_length or 16)
 
-        assert run(engine, [[each.request]])[each.request.id] == each.answer
+        assert each.observe(run(engine, [[each.request]])[each.request.id]) == each.answer
 
 
 @pytest.mark.parametrize(("folder", "runs"), _batches())
@@ -135,4 +153,21 @@ def test_a_batch_of_runs_gives_the_tokens_of_each_alone(folder: GoldenFolder, ru
 
     result = run(make_engine(folder, runs, page_size=16, token_budget=budget), arrivals)
 
-    assert result == {each.request.id: each.answer for each in runs}
+    assert {each.request.id: each.observe(result[each.request.id]) for each in runs} == {
+        each.request.id: each.answer for each in runs
+    }
+
+
+@pytest.mark.parametrize(("folder", "entry"), _cases("trace"))
+def test_each_forward_sees_the_canvas_that_the_reference_saw(folder: GoldenFolder, entry: Entry) -> None:
+    (each,) = FAMILIES[folder.family](folder, entry)
+    length, seen = entry["args"]["block_length"], list[list[int]]()
+
+    def watch(plan: Plan) -> None:
+        (row,) = plan.rows
+        assert row.canvas is not None
+        seen.append([row.canvas.start // length, *row.token_ids[-length:]])
+
+    run(make_engine(folder, [each], length, watch=watch), [[each.request]])
+
+    assert seen == entry["block_trace"]
