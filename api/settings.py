@@ -24,6 +24,10 @@ class ApiSettings(ServiceSettings):
     )
     abort_wait_s: float = Field(default=2.0, gt=0.0, le=60.0, description="Longest wait for an abort to be stored.")
     health_timeout_s: float = Field(default=2.0, gt=0.0, le=60.0, description="Longest wait of a health check.")
+    ready_without_workers: bool = Field(
+        default=False,
+        description="/health/ready asks for Redis only: where workers scale to zero, the first request must get in.",
+    )
     drain_delay_s: float = Field(
         default=0.0, ge=0.0, le=600.0, description="After SIGTERM: time of serving on with /health/ready at 503."
     )

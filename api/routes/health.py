@@ -25,7 +25,10 @@ async def live() -> Response:
 @router.get("/health/ready")
 @router.head("/health/ready", include_in_schema=False)
 async def ready(services: ServicesDep) -> Response:
-    """Answer 200 if Redis is reachable, a worker of some model lives, and the process is not draining; else 503."""
+    """Answer 200 if Redis is reachable, a worker of some model lives, and the process is not draining; else 503.
+
+    Under `ready_without_workers` no worker need live.
+    """
     return await _readiness(services)
 
 
@@ -72,7 +75,7 @@ async def _readiness(services: Services) -> Response:
             await services.fleet.ping()
             workers = {name: len(await services.fleet.workers(name)) for name in await services.fleet.models()}
         report["workers"] = workers
-        if not any(workers.values()):
+        if not any(workers.values()) and not services.settings.ready_without_workers:
             reason = "no worker is alive"
     except (FleetUnavailable, TimeoutError):
         report["redis"] = reason = "unreachable"

@@ -76,6 +76,15 @@ async def test_readiness_needs_redis_and_a_worker_and_no_drain(caller: Caller, f
     assert (await caller.post("/generate", {"prompt": "x"})).status == 200
 
 
+async def test_readiness_may_do_without_workers_where_they_scale_to_zero() -> None:
+    fleet = ScriptedFleet()
+    async with running(fleet, ready_without_workers=True) as caller:
+        fleet.live = 0
+        assert (await caller.get("/health/ready")).status == 200
+        fleet.down = FleetUnavailable("x")
+        assert "queue" in (await unready(caller))["message"]
+
+
 async def unready(caller: Caller) -> dict[str, str]:
     ready, health = await caller.get("/health/ready"), await caller.get("/health")
     assert ready.status == health.status == 503
