@@ -11,6 +11,7 @@ from api.ports import Fleet
 from api.relay import Relay
 from api.settings import ApiSettings
 from api.stores import Stores
+from shared.admission import Admission
 from shared.client import FleetClient
 from shared.connection import Link
 
@@ -21,7 +22,8 @@ async def open_services(
 ) -> AsyncGenerator[Services]:
     """Connect to `redis_url`; a `client` that is given belongs to the caller. Redis need not be there yet."""
     async with AsyncExitStack() as stack:
-        fleet = client or await stack.enter_async_context(FleetClient.connect(settings.redis_url))
+        admission = Admission(tenant_limit=settings.tenant_limit, replicas=settings.redis_replicas)
+        fleet = client or await stack.enter_async_context(FleetClient.connect(settings.redis_url, admission=admission))
         link = Link.open(settings.redis_url)
         stack.push_async_callback(link.close)
         relay = Relay(fleet, settings, metrics)

@@ -12,7 +12,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from shared.client import FleetUnavailable, IdempotencyConflict, QueueFull, UnknownModel, UnknownRequest
+from shared.client import (
+    FleetUnavailable,
+    IdempotencyConflict,
+    QueueFull,
+    TenantFull,
+    UnknownModel,
+    UnknownRequest,
+)
 from shared.events import Failed
 from shared.telemetry import note
 
@@ -99,6 +106,10 @@ def of_exception(error: Exception) -> ApiError | None:
     match error:
         case ApiError():
             return error
+        case TenantFull():
+            seconds = str(min(max(1, error.retry_after_s), _MOST_RETRY_AFTER_S))
+            message = "this API key has as many requests queued and running as it may"
+            return ApiError(429, "rate_limit_exceeded", message, headers={"Retry-After": seconds})
         case QueueFull():
             return overloaded("the queue of this model is full", error.retry_after_s)
         case UnknownModel():

@@ -14,7 +14,7 @@ from api.schemas import MOST_CHOICES, DiffusionOptions, GenerationBody, Preset
 from shared.card import ModelCard
 from shared.commands import Generate, Lane, Limits, Preview, Sampling
 from shared.decoding import Decoding
-from shared.keys import new_request_id
+from shared.keys import new_request_id, pick_partition
 
 _DECODING: TypeAdapter[Decoding] = TypeAdapter(Decoding)
 _DECODING_OPTIONS = ("threshold", "steps", "bound", "fallback", "confidence", "filler_rules")
@@ -88,7 +88,7 @@ def _command(
         interval = options.frame_interval_ms
         preview = Preview() if interval is None else Preview(interval_ms=interval)
     return Generate(
-        id=new_request_id(card.name),
+        id=new_request_id(card.name, pick_partition(card.partitions, call.idempotency_key)),
         model=card.name,
         prompt=tuple(prompt),
         sampling=_sampling(body, card),

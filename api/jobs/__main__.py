@@ -31,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"redis_url: {error}", file=sys.stderr)
         return EXIT_USAGE
     configure_logging(settings.log_level, settings.log_format)
+    # It tells of every look for work.
+    logging.getLogger("arq").setLevel(logging.WARNING)
     asyncio.run(_until_signal(settings))
     return 0
 

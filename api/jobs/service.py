@@ -107,6 +107,7 @@ def redis_settings(url: str) -> RedisSettings:
         username=parts.get("username"),
         password=parts.get("password"),
         ssl=url.startswith("rediss://"),
+        ssl_ca_certs=parts.get("ssl_ca_certs"),
         conn_timeout=round(CONNECT_TIMEOUT_S),
         conn_retries=0,
     )
