@@ -18,7 +18,7 @@ from worker.engine.plan import Canvas, Plan
 from worker.engine.ports import Decision
 from worker.models import LoadedModel
 from worker.models.layers import ForwardContext
-from worker.models.spec import ModelSpec
+from worker.models.spec import NO_MASK, ModelSpec
 
 # Logits live in float32 while they are looked at; more positions than this many elements allow go one part after
 # another.
@@ -247,7 +247,7 @@ def _barred(spec: ModelSpec, device: torch.device) -> Tensor:
     """Return [vocab] bool: the ids that are never proposed."""
     barred = torch.zeros(spec.vocab_size, dtype=torch.bool, device=device)
     barred[spec.text_vocab_size :] = True
-    barred[[spec.mask_token_id, *spec.never_sampled]] = True
+    barred[[token for token in (spec.mask_token_id, *spec.never_sampled) if token != NO_MASK]] = True
     return barred
 
 

@@ -18,8 +18,12 @@ __all__ = ["FAMILIES", "Denoiser", "LoadedModel", "ModelError", "load_model"]
 FAMILIES = {
     "LLaDA2MoeModelLM": "worker.models.llada2",
     "LLaDAMoEModelLM": "worker.models.llada_moe",
+    "LlamaForCausalLM": "worker.models.autoregressive",
+    "Qwen2ForCausalLM": "worker.models.autoregressive",
+    "Qwen3ForCausalLM": "worker.models.autoregressive",
     "SDARForCausalLM": "worker.models.sdar",
     "SDARMoeForCausalLM": "worker.models.sdar_moe",
+    "StableDiffcoderForCausalLM": "worker.models.stable_diffcoder",
 }
 
 
@@ -77,6 +81,6 @@ def _find_family(checkpoint: Checkpoint) -> Family:
         if name in FAMILIES:
             return cast(Family, importlib.import_module(FAMILIES[name]))
     raise ModelError(
-        f"{checkpoint.folder / 'config.json'}: architectures {names!r} is not a supported diffusion model; "
+        f"{checkpoint.folder / 'config.json'}: architectures {names!r} is not supported; "
         f"supported: {', '.join(sorted(FAMILIES))}"
     )

@@ -12,7 +12,7 @@ from worker.models.checkpoint import (
     find_temperature,
 )
 from worker.models.layers import LayerShape
-from worker.models.spec import Attention, FamilyFacts, ModelSpec
+from worker.models.spec import NO_MASK, Attention, FamilyFacts, ModelSpec
 
 
 def gather_facts(
@@ -29,11 +29,11 @@ def gather_facts(
 ) -> ModelSpec:
     """Return the facts of a checkpoint.
 
-    `mask_token_id` and `decoding` are the family's own, for a checkpoint that names none; `stop_token_ids` replaces the
-    checkpoint's eos. Raises `ModelError`.
+    `mask_token_id` and `decoding` are the family's own, for a checkpoint that names none; a mask of `NO_MASK` stands.
+    `stop_token_ids` replaces the checkpoint's eos. Raises `ModelError`.
     """
     vocab_size = checkpoint.integer("vocab_size")
-    mask = find_mask_id(checkpoint, mask_token_id)
+    mask = NO_MASK if mask_token_id == NO_MASK else find_mask_id(checkpoint, mask_token_id)
     stops = checkpoint.special("eos_token_id") if stop_token_ids is None else stop_token_ids
     for name, token in [("mask", mask), *(("stop", token) for token in stops)]:
         if token >= vocab_size:

@@ -12,6 +12,7 @@ import kernels
 from kernels.attention import AttentionPlan
 from kernels.moe import Router
 from kernels.rope import rope_tables
+from worker.models.rope import RopeShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +103,12 @@ class Rotary(nn.Module):
 
     inv_freq: Tensor
 
-    def __init__(self, width: int, theta: float, *, device: torch.device, dtype: torch.dtype):
+    def __init__(self, width: int, rope: RopeShape | float, *, device: torch.device, dtype: torch.dtype):
+        """A `rope` that is a number is a base without scaling."""
         super().__init__()
         self.dtype = dtype
-        exponent = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
-        self.register_buffer("inv_freq", 1.0 / theta**exponent, persistent=False)
+        rope = rope if isinstance(rope, RopeShape) else RopeShape(rope)
+        self.register_buffer("inv_freq", rope.frequencies(width, device), persistent=False)
 
     def forward(self, positions: Tensor) -> Rotation:
         return Rotation(*rope_tables(positions, self.inv_freq, self.dtype))
@@ -209,7 +211,7 @@ class Decoder(nn.Module):
         shape: LayerShape,
         num_layers: int,
         vocab_size: int,
-        rope_theta: float,
+        rope: RopeShape | float,
         tied: bool,
         *,
         device: torch.device,
@@ -217,7 +219,7 @@ class Decoder(nn.Module):
     ):
         super().__init__()
         self.embedding = empty_parameter(vocab_size, shape.hidden_size, device=device, dtype=dtype)
-        self.rotary = Rotary(shape.rotary_dim or shape.head_dim, rope_theta, device=device, dtype=dtype)
+        self.rotary = Rotary(shape.rotary_dim or shape.head_dim, rope, device=device, dtype=dtype)
         layers = [DecoderLayer(shape, layer, device=device, dtype=dtype) for layer in range(num_layers)]
         self.layers: Iterable[DecoderLayer] = nn.ModuleList(layers)  # pyright: ignore[reportAttributeAccessIssue]
         self.norm = Norm(shape.hidden_size, shape.eps, device=device, dtype=dtype)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from worker.models.checkpoint import Checkpoint, ModelError
 from worker.models.layers import Decoder, GatedMLP, LayerShape, Linear, MoeMLP, MoeShape
+from worker.models.rope import read_rope
 
 # Older exports carry the rotary table, which is computed here.
 _ROTARY_TABLE = "rotary_emb.inv_freq"
@@ -61,26 +62,13 @@ def _rotary_dim(checkpoint: Checkpoint, head_dim: int) -> int:
     return width
 
 
-def read_rope_theta(checkpoint: Checkpoint) -> float:
-    """Return the rotary base, from `rope_parameters` (newer exports) or `rope_theta`. Raises `ModelError`."""
-    config = checkpoint.config
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind != "default":
-        raise refuse(checkpoint, "rope_scaling", f"rope type {kind!r} is not supported, only 'default'")
-    theta = parameters.get("rope_theta", config.get("rope_theta"))
-    if not isinstance(theta, int | float) or not theta > 0:
-        raise refuse(checkpoint, "rope_theta", f"must be a positive number, not {theta!r}")
-    return float(theta)
-
-
 def build_decoder(checkpoint: Checkpoint, shape: LayerShape, *, device: torch.device, dtype: torch.dtype) -> Decoder:
     """Make the decoder that config.json describes, with uninitialised weights. Raises `ModelError`."""
     return Decoder(
         shape,
         num_layers=checkpoint.integer("num_hidden_layers"),
         vocab_size=checkpoint.integer("vocab_size"),
-        rope_theta=read_rope_theta(checkpoint),
+        rope=read_rope(checkpoint),
         tied=checkpoint.config.get("tie_word_embeddings") is True,
         device=device,
         dtype=dtype,

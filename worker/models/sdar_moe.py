@@ -43,7 +43,8 @@ def _read_moe(checkpoint: Checkpoint) -> MoeShape:
     step, plain = checkpoint.integer("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
     layers = range(checkpoint.integer("num_hidden_layers"))
     return MoeShape(
-        experts=checkpoint.integer("num_experts"),
+        # transformers 5 exports it under the other name.
+        experts=checkpoint.integer("num_experts" if "num_experts" in config else "num_local_experts"),
         inner=checkpoint.integer("moe_intermediate_size"),
         router=Router(
             top_k=checkpoint.integer("num_experts_per_tok"),

@@ -6,6 +6,9 @@ from typing import Literal, TypedDict
 
 from shared.decoding import Decoding
 
+NO_MASK = -1
+"""The mask id of a family that has none; nothing that is undecided then enters a forward under it."""
+
 
 class Attention(StrEnum):
     """What a query position may see; the engine turns it into a visible end for each position."""
@@ -46,6 +49,7 @@ class ModelSpec:
     vocab_size: int
     text_vocab_size: int
     mask_token_id: int
+    """`NO_MASK` where there is none."""
     stop_token_ids: tuple[int, ...]
     block_length: int
     """Default; 0: the whole canvas is one block."""
