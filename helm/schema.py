@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from api.jobs.settings import JobSettings
 from api.settings import ApiSettings
 from shared.settings import ServiceSettings
 from worker.settings import WorkerSettings
@@ -11,8 +12,20 @@ Schema = dict[str, Any]
 
 # Fields that the chart sets from other values, and fields that mean nothing in a pod.
 API_SET_BY_CHART = frozenset(
-    {"redis_url", "redis_username", "redis_password", "host", "port", "drain_delay_s", "drain_s"}
+    {
+        "redis_url",
+        "redis_username",
+        "redis_password",
+        "host",
+        "port",
+        "drain_delay_s",
+        "drain_s",
+        "ready_without_workers",
+        "api_keys_file",
+    }
 )
+# The jobs serve nothing, so what only the front's server reads is left out as well.
+JOBS_SET_BY_CHART = API_SET_BY_CHART | {"cors_origins", "health_timeout_s", "max_body_bytes", "keepalive_s"}
 WORKER_SET_BY_CHART = frozenset(
     {
         "redis_url",
@@ -81,6 +94,7 @@ def values_schema() -> Schema:
         "resources": _whole(requests=_ref("amounts"), limits=_ref("amounts")),
         "pool": _part(**_pool()),
         "apiSettings": settings_schema(ApiSettings, API_SET_BY_CHART),
+        "jobsSettings": settings_schema(JobSettings, JOBS_SET_BY_CHART),
         "workerSettings": settings_schema(WorkerSettings, WORKER_SET_BY_CHART),
     }
     return {
@@ -116,7 +130,7 @@ def _plain(field: Mapping[str, Any]) -> Schema:
 
 
 def _redis() -> Schema:
-    role_keys = _whole(api=_STR, worker=_STR, keda=_STR)
+    role_keys = _whole(api=_STR, worker=_STR, jobs=_STR, keda=_STR)
     return _whole(
         host={"type": "string", "pattern": r"^([A-Za-z0-9]([-A-Za-z0-9.]*[A-Za-z0-9])?)?$"},
         port=_PORT,
@@ -153,6 +167,7 @@ def _api() -> Schema:
         replicas=_integer(0, 1000),
         port=_integer(1024, 65535),
         settings=_ref("apiSettings"),
+        keys=_whole(existingSecret=_STR, key=_NONEMPTY),
         resources=_ref("resources"),
         drain=_whole(delaySeconds=_integer(0, 600), seconds=_integer(0, 3600)),
         terminationGracePeriodSeconds=_integer(15, 7200),
@@ -193,6 +208,7 @@ def _api() -> Schema:
 def _jobs() -> Schema:
     return _whole(
         enabled=_BOOL,
+        settings=_ref("jobsSettings"),
         replicas=_integer(0, 100),
         resources=_ref("resources"),
         drain=_whole(seconds=_integer(0, 86_400)),

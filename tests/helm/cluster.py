@@ -311,6 +311,9 @@ class Cluster:
 
     def _probe(self, pod: Pod) -> None:
         probes = {name: probe for name, probe in pod.workload.container.items() if name.endswith("Probe")}
+        if not probes:
+            pod.started = pod.ready = True  # as Kubernetes takes it
+            return
         name = "readinessProbe" if pod.started else "startupProbe"
         probe = probes[name]
         passed = _asked(pod, probe)

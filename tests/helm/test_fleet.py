@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import httpx
+import orjson
 import pytest
 from redis import Redis
 from redis.exceptions import NoPermissionError
@@ -21,7 +22,7 @@ from worker.exits import ExitCode
 
 WORKERS = "demo-diffleet-worker-chat"
 API = "demo-diffleet-api"
-ROLES = ("api", "worker", "keda")
+ROLES = ("api", "worker", "jobs", "keda")
 
 
 @pytest.fixture(scope="module")
@@ -148,9 +149,7 @@ class Load:
     async def more(self, count: int) -> None:
         """Return once so many more answers have come."""
         target = len(self.answers) + count
-        async with asyncio.timeout(90):
-            while len(self.answers) < target:
-                await asyncio.sleep(0.02)
+        await until(lambda: len(self.answers) >= target, f"{count} more answers", self._cluster)
 
     @property
     def failures(self) -> list[tuple[int, str]]:
@@ -274,6 +273,40 @@ async def test_41_a_worker_that_outlives_its_grace_period_is_killed_and_its_requ
         cluster.scale(WORKERS, 1)
         await load.more(6)
     assert not load.failures
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+async def test_41_the_jobs_work_off_a_batch_under_their_own_user(
+    clusters: list[Cluster], redis_port: int, passwords: dict[str, str], tmp_path: Path
+) -> None:
+    jobs = {"jobs": {"enabled": True, "settings": {"log_format": "text"}}}
+    rendered = render(merged(values(redis_port, "batch", replicas=1), jobs))
+    cluster = start(clusters, tmp_path, passwords, devices=1)
+    cluster.apply(rendered)
+    names = (WORKERS, API, "demo-diffleet-jobs")
+    await until(lambda: all(cluster.rolled_out(name) for name in names), "the release is up", cluster)
+    body = {"model": "batch", "messages": [{"role": "user", "content": "Count to 3."}], "max_tokens": 8}
+    lines = [
+        orjson.dumps({"custom_id": str(n), "method": "POST", "url": "/v1/chat/completions", "body": body})
+        for n in range(3)
+    ]
+    async with httpx.AsyncClient(base_url=f"http://{cluster.endpoints(API)[0]}", timeout=30) as client:
+        upload = {"file": ("in.jsonl", b"\n".join(lines) + b"\n")}
+        file = (await client.post("/v1/files", data={"purpose": "batch"}, files=upload)).json()
+        order = {"input_file_id": file["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+        batch = (await client.post("/v1/batches", json=order)).json()
+
+        async def done() -> bool:
+            state = (await client.get(f"/v1/batches/{batch['id']}")).json()
+            return state["status"] == "completed" and state["request_counts"]["completed"] == 3
+
+        patience = time.monotonic() + 90
+        while not await done():
+            assert time.monotonic() < patience, cluster.story()
+            await asyncio.sleep(0.2)
+    (pod,) = cluster.pods("demo-diffleet-jobs")
+    assert pod.exits == [] and "interrupted" not in pod.log
 
 
 def test_the_users_may_do_what_their_role_needs_and_no_more(redis_port: int, passwords: dict[str, str]) -> None:

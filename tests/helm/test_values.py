@@ -50,6 +50,7 @@ _OTHERS: dict[str, object] = {
     "podDefaults.tolerations": [{"key": "other", "operator": "Exists"}],
     "podDefaults.extraEnv": [{"name": "OTHER", "value": "1"}],
     "api.settings": {"queue_limit": 77},
+    "jobs.settings": {"max_batches": 3},
     "api.ingress.hosts": ["other.example.com"],
     "api.ingress.path": "/llm",
     "api.gateway.parentRefs": [{"name": "other"}],

@@ -12,8 +12,9 @@ from pydantic_settings import BaseSettings
 from starlette.routing import Match
 
 from api.app import create_app
+from api.jobs.settings import JobSettings
 from api.settings import ApiSettings
-from helm.schema import API_SET_BY_CHART, NOT_IN_PODS, WORKER_SET_BY_CHART
+from helm.schema import API_SET_BY_CHART, JOBS_SET_BY_CHART, NOT_IN_PODS, WORKER_SET_BY_CHART
 from tests.helm.chart import (
     CASES,
     Object,
@@ -30,7 +31,10 @@ from tests.helm.chart import (
 from worker.readiness import Probe
 from worker.settings import WorkerSettings
 
-SETTINGS: dict[str, type[BaseSettings]] = {"api": ApiSettings, "worker": WorkerSettings}
+SETTINGS: dict[str, type[BaseSettings]] = {"api": ApiSettings, "jobs": JobSettings, "worker": WorkerSettings}
+SET_BY_CHART = {"api": API_SET_BY_CHART, "jobs": JOBS_SET_BY_CHART, "worker": WORKER_SET_BY_CHART}
+# What only a server reads: not given to the jobs, though their settings are the api's.
+SERVER_ONLY = JOBS_SET_BY_CHART - API_SET_BY_CHART | {"host", "port", "drain_delay_s", "ready_without_workers"}
 SLACK_S = 15
 # Every place that a process of ours writes to, with what writes there.
 WRITABLE = {"/tmp": "HOME and temporary files", "/cache": "compiled kernels", "/dev/shm": "torch"}
@@ -165,13 +169,14 @@ def test_18_the_worker_serves_the_paths_that_are_probed_and_scraped() -> None:
 
 @pytest.mark.parametrize("component", SETTINGS)
 def test_19_settings_and_chart_know_the_same_fields(component: str) -> None:
-    set_by_chart = {"api": API_SET_BY_CHART, "worker": WORKER_SET_BY_CHART}[component]
+    set_by_chart = SET_BY_CHART[component]
     fields = set(SETTINGS[component].model_fields)
     assert set_by_chart <= fields
     assert NOT_IN_PODS.keys() <= {field for model in SETTINGS.values() for field in model.model_fields}
     rendered = render_case("everything")
     (workload,) = (w for w in rendered.deployments(component) if w.labels.get("diffleet/pool") in (None, "chat"))
-    names = {f"DIFFLEET_{field.upper()}" for field in set_by_chart}
+    given = set_by_chart - SERVER_ONLY if component == "jobs" else set_by_chart
+    names = {f"DIFFLEET_{field.upper()}" for field in given}
     assert names <= rendered.env(workload).keys()
 
 
@@ -204,13 +209,26 @@ def test_20_commands_are_modules_of_this_project(case: str) -> None:
             continue
         interpreter, flag, module = command
         assert (interpreter, flag) == ("python", "-m")
-        if module != "api.jobs":  # off by default, until its process is there
-            assert importlib.util.find_spec(f"{module}.__main__"), module
+        assert importlib.util.find_spec(f"{module}.__main__"), module
 
 
-def test_20_the_jobs_are_off_by_default() -> None:
+def test_20_the_jobs_read_the_settings_of_the_api_and_their_own_on_top() -> None:
     assert not render_case("default").deployments("jobs")
-    assert render_case("everything").deployments("jobs")
+    rendered = render_case("everything")
+    (jobs,), (api,) = rendered.deployments("jobs"), rendered.deployments("api")
+    assert rendered.env(jobs)["DIFFLEET_QUEUE_LIMIT"] == rendered.env(api)["DIFFLEET_QUEUE_LIMIT"] == "2000000"
+    assert (rendered.env(jobs)["DIFFLEET_LOG_LEVEL"], rendered.env(api)["DIFFLEET_LOG_LEVEL"]) == ("info", "debug")
+
+
+def test_24_api_keys_are_a_mounted_secret() -> None:
+    rendered = render_case("everything")
+    for component in ("api", "jobs"):
+        (workload,) = rendered.deployments(component)
+        assert workload.volumes["keys"]["secret"]["secretName"] == "api-keys"
+        (mount,) = (one for one in workload.container["volumeMounts"] if one["name"] == "keys")
+        (item,) = workload.volumes["keys"]["secret"]["items"]
+        assert mount["readOnly"] is True
+        assert rendered.env(workload)["DIFFLEET_API_KEYS_FILE"] == f"{mount['mountPath']}/{item['path']}"
 
 
 ALLOWED_VOLUMES = {
@@ -289,7 +307,7 @@ def test_23_no_pod_holds_a_token_and_nothing_is_granted(case: str) -> None:
         assert workload.spec["serviceAccountName"] in (accounts or {"diffleet"})
 
 
-_SECRET_NAME = re.compile(r"PASSWORD|TOKEN$|SECRET|API_KEY|CREDENTIAL", re.IGNORECASE)
+_SECRET_NAME = re.compile(r"PASSWORD|TOKEN$|SECRET|API_KEY$|CREDENTIAL", re.IGNORECASE)
 
 
 @pytest.mark.parametrize("case", CASES)

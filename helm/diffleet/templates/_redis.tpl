@@ -14,7 +14,7 @@
 {{- if and $redis.tls.enabled $redis.tls.caSecret -}}?ssl_ca_certs=/etc/diffleet/redis/ca.crt{{- end -}}
 {{- end -}}
 
-{{/* Credentials as environment variables. Takes (dict "root" "role"), the role being api or worker. */}}
+{{/* Credentials as environment variables. Takes (dict "root" "role"), the role being api, worker or jobs. */}}
 {{- define "diffleet.redisCredentials" -}}
 {{- $auth := .root.Values.redis.auth -}}
 {{- if $auth.existingSecret }}
