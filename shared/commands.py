@@ -93,6 +93,13 @@ class Generate(_Part):
         description="Keys that a bidirectional family reuses within a block: none (exact), those before the block, or "
         "all but the block's. Unset: the model's own default.",
     )
+    cfg_scale: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=100.0,
+        description="Classifier-free guidance: logits move by this factor further away from those of a masked prompt. "
+        "Above 0 every forward counts double.",
+    )
     preview: Preview | None = None
     lane: Lane = "std"
     user: str | None = Field(default=None, max_length=256)

@@ -33,6 +33,16 @@ class _Decoding(BaseModel):
         default=True,
         description="End as soon as the stop token stands with no mask before it; else when its block is decided.",
     )
+    stops_last: bool = Field(
+        default=False,
+        description="Rank positions as if stop tokens had no probability, so that one which proposes a stop comes last "
+        "(LLaDA's confidence_eos_eot_inf). The proposals themselves do not change.",
+    )
+    renewal_decides: Literal["block", "first"] = Field(
+        default="block",
+        description="What the forward over everything, which begins each block of a bidirectional family, may decide: "
+        "any position of the block, or only its first (Fast-dLLM's block loop for Dream).",
+    )
 
 
 class Threshold(_Decoding):
@@ -40,6 +50,24 @@ class Threshold(_Decoding):
 
     strategy: Literal["threshold"] = "threshold"
     threshold: float = Field(default=0.9, ge=0.0, le=1.0)
+
+
+class Factor(_Decoding):
+    """Accept the most confident, as many as have confidence >= 1 - factor / (rank + 1), at least one (Fast-dLLM)."""
+
+    strategy: Literal["factor"] = "factor"
+    factor: float = Field(default=1.0, gt=0.0, le=1e6)
+
+
+class ThresholdQuota(_Decoding):
+    """A share of the masks a step, what it refuses carried over; in it the best and all with confidence >= threshold.
+
+    Fast-dLLM's loop for Dream without cache: after `steps` steps everything that is left stands for choice.
+    """
+
+    strategy: Literal["threshold_quota"] = "threshold_quota"
+    threshold: float = Field(default=0.9, ge=0.0, le=1.0)
+    steps: int | None = Field(default=None, ge=1, lt=STEPS_LIMIT)
 
 
 class LowConfidenceStatic(_Decoding):
@@ -84,6 +112,45 @@ class EntropyBounded(_Decoding):
     bound: float = Field(default=0.35, gt=0.0)
 
 
+class _Timed(_Decoding):
+    """Dream's schedule: time runs from 1 to eps in `steps` even steps; from t to s a share 1 - s / t is decided.
+
+    A share that is less than one position decides nothing; the last step decides everything.
+    """
+
+    steps: int | None = Field(
+        default=None, ge=1, lt=STEPS_LIMIT, description="Denoise steps a block; unset: as many as it has masks."
+    )
+    eps: float = Field(default=1e-3, gt=0.0, lt=1.0)
+
+
+class Origin(_Timed):
+    """Each position is decided with the probability of the step's share, drawn by the request's seed (Dream)."""
+
+    strategy: Literal["origin"] = "origin"
+
+
+class MaskgitPlus(_Timed):
+    """The step's share of most confident positions (Dream)."""
+
+    strategy: Literal["maskgit_plus"] = "maskgit_plus"
+
+
+class TopkMargin(_Timed):
+    """The step's share of positions whose best token leads the second-best by most (Dream)."""
+
+    strategy: Literal["topk_margin"] = "topk_margin"
+
+
+class Entropy(_Timed):
+    """The step's share of positions of lowest entropy (Dream)."""
+
+    strategy: Literal["entropy"] = "entropy"
+
+
+Timed = Origin | MaskgitPlus | TopkMargin | Entropy
+
+
 class SubBlock(_Decoding):
     """Accept all with confidence > threshold and always the best, in one sub-block after the other (Fast-dLLM v2)."""
 
@@ -113,11 +180,17 @@ class JointThreshold(_Decoding):
 
 Decoding = Annotated[
     Threshold
+    | Factor
+    | ThresholdQuota
     | LowConfidenceStatic
     | LowConfidenceDynamic
     | Sequential
     | RandomOrder
     | EntropyBounded
+    | Origin
+    | MaskgitPlus
+    | TopkMargin
+    | Entropy
     | SubBlock
     | JointThreshold,
     Field(discriminator="strategy"),

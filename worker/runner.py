@@ -1,7 +1,7 @@
 """From a plan to a decision: the only module that runs a model, and the owner of the KV pages."""
 
 from collections.abc import Sequence as ReadOnly
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import compress
 from typing import TypedDict
 
@@ -12,7 +12,8 @@ import kernels
 from kernels.attention import plan_attention
 from kernels.token_stats import Filters, Noise, Proposals
 from shared.commands import Sampling
-from worker.decoding import decide, needs_entropy
+from worker.decoding import decide, needs_entropy, needs_margin
+from worker.decoding.stops_last import rank_without
 from worker.decoding.types import BlockView, Draw, TokenStats, draw_position
 from worker.engine.plan import Canvas, Plan
 from worker.engine.ports import Decision
@@ -54,7 +55,7 @@ class Runner:
     def __call__(self, plan: Plan) -> Decision:
         """Write KV for every row's query range, then decide the rows with a canvas; the others get empty lists."""
         canvases = _Canvases.of(plan)
-        hidden = self._forward(plan, canvases.sources)
+        hidden = self._forward(plan, canvases.sources + canvases.guide_sources)
         rows = len(plan.rows)
         decision = Decision([[]] * rows, [[]] * rows, [[]] * rows, [None] * rows)
         if canvases.members:
@@ -62,13 +63,14 @@ class Runner:
         return decision
 
     def _forward(self, plan: Plan, sources: list[int]) -> Tensor:
-        """Return the hidden states [wanted, hidden] that the proposals are read from."""
-        rows = plan.rows
+        """Return the hidden states [sources, hidden] that the proposals are read from."""
+        guided = [(row, row.guide) for row in plan.rows if row.guide is not None]
+        rows = [*plan.rows, *(row for row, _ in guided)]
         context = ForwardContext(
             attention=plan_attention(
                 [row.start for row in rows],
                 [row.visible_end for row in rows],
-                [row.pages for row in rows],
+                [row.pages for row in plan.rows] + [guide.pages for _, guide in guided],
                 self._page_size,
                 device=self._device,
                 dtype=self._dtype,
@@ -78,23 +80,51 @@ class Runner:
             ),
             kv=self._kv,
         )
-        token_ids = self._integers([token for row in rows for token in row.token_ids])
+        inputs = [row.token_ids for row in plan.rows] + [guide.token_ids for _, guide in guided]
+        token_ids = self._integers([token for ids in inputs for token in ids])
         return self._module.forward(token_ids, context, self._integers(sources))
 
     def _propose(self, hidden: Tensor, canvases: "_Canvases") -> Proposals:
         """Return proposals for all wanted positions, in order of `canvases.places`."""
-        entropy = needs_entropy([canvas.decoding for canvas in canvases.members])
-        part = max(1, _LOGITS_AT_ONCE // self._spec.vocab_size)
+        decodings = [canvas.decoding for canvas in canvases.members]
+        entropy, margin = needs_entropy(decodings), needs_margin(decodings)
+        part, wanted = max(1, _LOGITS_AT_ONCE // self._spec.vocab_size), len(canvases.owners)
         parts = [
-            kernels.token_stats(
-                self._module.logits(hidden[start : start + part]),
-                barred=self._barred,
-                entropy=entropy,
-                **self._draws(canvases, start, start + part),
+            self._rank(
+                self._logits(hidden, canvases, start, min(start + part, wanted)), canvases, start, entropy, margin
             )
-            for start in range(0, hidden.shape[0], part)
+            for start in range(0, wanted, part)
         ]
         return parts[0] if len(parts) == 1 else _join(parts)
+
+    def _rank(self, logits: Tensor, canvases: "_Canvases", start: int, entropy: bool, margin: bool) -> Proposals:
+        """Return proposals for the wanted positions from `start` on, by their logits [n, vocab]."""
+        draws = self._draws(canvases, start, start + logits.shape[0])
+        found = kernels.token_stats(logits, barred=self._barred, entropy=entropy, margin=margin, **draws)
+        owners = canvases.owners[start : start + logits.shape[0]]
+        members = [canvases.members[owner] for owner in owners]
+        rows = [i for i, canvas in enumerate(members) if canvas.decoding.stops_last and canvas.stop_token_ids]
+        if not rows:
+            return found
+        struck = [(place, token) for place, i in enumerate(rows) for token in members[i].stop_token_ids]
+        places, ids = zip(*struck, strict=True)
+        index = self._integers(rows)
+        warm = draws.get("temperature")
+        z = logits[index] if warm is None else logits[index] / warm[index][:, None]
+        ranked = rank_without(z, found.token[index], (self._integers(places), self._integers(ids)))
+        return replace(found, confidence=found.confidence.index_copy(0, index, ranked))
+
+    def _logits(self, hidden: Tensor, canvases: "_Canvases", start: int, end: int) -> Tensor:
+        """Return [end - start, vocab] for the wanted positions [start, end), guided ones moved by their guides."""
+        logits = self._module.logits(hidden[start:end])
+        guided = [(i, source) for i, source in enumerate(canvases.guided[start:end]) if source is not None]
+        if not guided:
+            return logits
+        rows = self._integers([i for i, _ in guided])
+        guide = self._module.logits(hidden[self._integers([len(canvases.owners) + source for _, source in guided])])
+        scale = self._floats([canvases.scales[canvases.owners[start + i]] for i, _ in guided])[:, None]
+        own = logits[rows]
+        return logits.float().index_copy(0, rows, guide + (scale + 1) * (own - guide))
 
     def _draws(self, canvases: "_Canvases", start: int, end: int) -> "_Draws":
         """Return how the wanted positions [start, end) are drawn, naming only what departs from plain argmax."""
@@ -211,14 +241,20 @@ class _Canvases:
     """[wanted]: index in [canvases, width], flat."""
     sources: list[int]
     """[wanted]: token of the ragged batch whose hidden state proposes for the position."""
+    scales: list[float]
+    """[canvases]: scale of guidance, 0 without."""
+    guided: list[int | None]
+    """[wanted]: index in `guide_sources`, None for positions without guidance."""
+    guide_sources: list[int]
+    """Tokens of the ragged batch behind all rows' own, where the guides follow in order of their rows."""
     current: list[tuple[int, ...]]
     """[canvases][block]: tokens on those canvases that have editable positions; else empty."""
 
     @classmethod
     def of(cls, plan: Plan) -> "_Canvases":
         width = max((len(row.canvas.masked) for row in plan.rows if row.canvas is not None), default=0)
-        found = cls([], [], width, [], [], [], [], [])
-        offset = 0
+        found = cls([], [], width, [], [], [], [], [], [], [], [])
+        offset, guide_offset = 0, sum(len(row.token_ids) for row in plan.rows)
         for number, row in enumerate(plan.rows):
             if row.canvas is not None:
                 canvas, masked = row.canvas, row.canvas.masked
@@ -234,12 +270,20 @@ class _Canvases:
                     place_of = {position: place for place, position in enumerate(row.positions)}
                     places = [place_of[position] for position in positions]
                 found.sources.extend(offset + place for place in places)
+                if row.guide is None:
+                    found.guided.extend([None] * len(places))
+                else:
+                    first_guide = len(found.guide_sources)
+                    found.guided.extend(range(first_guide, first_guide + len(places)))
+                    found.guide_sources.extend(guide_offset + place for place in places)
+                found.scales.append(0.0 if row.guide is None else row.guide.scale)
                 first_token = canvas.start - row.start
                 found.current.append(row.token_ids[first_token : first_token + len(masked)] if canvas.editable else ())
                 found.positions.extend(positions)
                 found.rows.append(number)
                 found.members.append(canvas)
             offset += len(row.token_ids)
+            guide_offset += len(row.token_ids) if row.guide is not None else 0
         return found
 
 

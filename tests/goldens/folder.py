@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -24,6 +25,8 @@ class GoldenFolder:
     family: str
     forward: tuple[Entry, ...]
     generate: tuple[Entry, ...]
+    special: dict[str, int]
+    """Ids of special tokens by name."""
 
     @property
     def name(self) -> str:
@@ -32,8 +35,8 @@ class GoldenFolder:
     def arrays(self) -> dict[str, Tensor]:
         return _arrays(self.path)
 
-    def model(self) -> LoadedModel:
-        return _model(self.path)
+    def model(self, dtype: torch.dtype = torch.float32) -> LoadedModel:
+        return _model(self.path, dtype)
 
 
 @cache
@@ -42,8 +45,8 @@ def _arrays(path: Path) -> dict[str, Tensor]:
 
 
 @cache
-def _model(path: Path) -> LoadedModel:
-    return load_model(path)
+def _model(path: Path, dtype: torch.dtype) -> LoadedModel:
+    return load_model(path, dtype=dtype)
 
 
 def find_folders() -> list[GoldenFolder]:
@@ -58,5 +61,9 @@ def find_folders() -> list[GoldenFolder]:
 def _read(path: Path) -> GoldenFolder:
     content = json.loads((path / "golden.json").read_bytes())
     return GoldenFolder(
-        path, content.get("family", path.name), tuple(content.get("forward", ())), tuple(content.get("generate", ()))
+        path,
+        content.get("family", path.name),
+        tuple(content.get("forward", ())),
+        tuple(content.get("generate", ())),
+        content.get("special_tokens", {}),
     )

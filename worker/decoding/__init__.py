@@ -9,23 +9,33 @@ from torch import Tensor
 
 from shared.decoding import (
     Decoding,
+    Entropy,
     EntropyBounded,
+    Factor,
     JointThreshold,
     LowConfidenceDynamic,
     LowConfidenceStatic,
+    MaskgitPlus,
+    Origin,
     RandomOrder,
     Sequential,
     SubBlock,
     Threshold,
+    ThresholdQuota,
+    Timed,
+    TopkMargin,
 )
 from worker.decoding import (
     entropy_bounded,
+    factor,
     joint_threshold,
     low_confidence,
     random_order,
     sequential,
     sub_block,
     threshold,
+    threshold_quota,
+    timed,
 )
 from worker.decoding.ranking import take_best
 from worker.decoding.types import BlockView, Draw, TokenStats, draw_position
@@ -35,7 +45,12 @@ Record = TypeVar("Record", TokenStats, BlockView)
 
 def needs_entropy(decodings: ReadOnly[Decoding]) -> bool:
     """Tell whether a strategy reads `TokenStats.entropy`."""
-    return any(isinstance(decoding, EntropyBounded) for decoding in decodings)
+    return any(isinstance(decoding, EntropyBounded | Entropy) for decoding in decodings)
+
+
+def needs_margin(decodings: ReadOnly[Decoding]) -> bool:
+    """Tell whether a strategy reads `TokenStats.margin`."""
+    return any(isinstance(decoding, TopkMargin) for decoding in decodings)
 
 
 def decide(
@@ -48,14 +63,18 @@ def decide(
 ) -> Tensor:
     """Return [rows, block] bool: the masked positions that are accepted now, and the editable ones that are revised.
 
-    A row with masks accepts at least one. Rows of `last` [rows] bool accept all. Where a row's decoding has filler
-    rules, a position whose proposal is one of `filler_ids` [n] takes no turn before the others: the end of a block is
-    filler until its text is decided, and would be taken first for its high confidence.
+    A row with masks accepts at least one, unless its strategy has a schedule by time. Rows of `last` [rows] bool accept
+    all. Where a row's decoding has filler rules, a position whose proposal is one of `filler_ids` [n] takes no turn
+    before the others: the end of a block is filler until its text is decided, and would be taken first for its high
+    confidence.
     """
     masked = view.masked
     view = _without_filler(stats, view, decodings, filler_ids)
     accepted = _by_strategy(stats, view, decodings, draw)
     stuck = ~(accepted & masked).any(-1, keepdim=True)
+    if any(isinstance(decoding, Timed) for decoding in decodings):
+        hurried = [not isinstance(decoding, Timed) for decoding in decodings]
+        stuck = stuck & torch.tensor(hurried, device=masked.device)[:, None]
     accepted = accepted | (take_best(stats.confidence, view.masked) & stuck)
     if last is not None:
         accepted = accepted | (masked & last[:, None])
@@ -109,6 +128,18 @@ def _accept(stats: TokenStats, view: BlockView, decodings: ReadOnly[Decoding], d
     match kind:
         case Threshold():
             return threshold.accept(stats, view, column("threshold", torch.float32))
+        case Factor():
+            return factor.accept(stats, view, column("factor", torch.float32))
+        case ThresholdQuota():
+            return threshold_quota.accept(stats, view, column("threshold", torch.float32), steps())
+        case Origin():
+            return timed.accept_drawn(view, steps(), column("eps", torch.float32), draw)
+        case MaskgitPlus():
+            return timed.accept_best(stats.confidence, view, steps(), column("eps", torch.float32))
+        case TopkMargin():
+            return timed.accept_best(stats.margin, view, steps(), column("eps", torch.float32))
+        case Entropy():
+            return timed.accept_best(-stats.entropy, view, steps(), column("eps", torch.float32))
         case LowConfidenceStatic():
             return low_confidence.accept_static(stats, view, steps())
         case LowConfidenceDynamic():

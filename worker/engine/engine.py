@@ -11,9 +11,6 @@ from worker.engine.scheduler import BatchLimits, CacheShape, Scheduler
 from worker.engine.sequence import Sequence
 from worker.models.spec import ModelSpec
 
-_MOST_IDLE_STEPS = 64
-"""Schedules by time begin with steps that accept nothing (Dream); more of them in a row is a fault."""
-
 MakeText = Callable[[Generate, Resume], TextDecoder]
 
 
@@ -136,7 +133,7 @@ class Engine:
             self._fail(sequence, "nan", failure, events)
             return
         sequence.apply(canvas, decision.accepted[index], decision.tokens[index], decision.confidence[index])
-        if sequence.idle_steps > _MOST_IDLE_STEPS:
+        if sequence.idle_steps > sequence.patience:
             # A strategy that accepts nothing would run for ever.
             self._fail(sequence, "internal", "the decoding strategy made no progress", events)
         elif sequence.complete:

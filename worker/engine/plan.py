@@ -46,6 +46,18 @@ class Canvas:
 
 
 @dataclass(frozen=True, slots=True)
+class Guide:
+    """The row's query range once more with the prompt masked, on pages of its own: classifier-free guidance.
+
+    Logits become guide + (scale + 1) * (row - guide) (LLaDA, arXiv 2502.09992, appendix).
+    """
+
+    token_ids: tuple[int, ...]
+    pages: tuple[int, ...]
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """One request's share of a step: query positions [start, start + len(token_ids)), in the order of storage."""
 
@@ -61,6 +73,7 @@ class Row:
     """None: the row only writes KV (a chunk of a long prompt)."""
     positions: tuple[int, ...] | None = None
     """For each query the position that its token has in the text, where that is not its place of storage."""
+    guide: Guide | None = None
 
     @property
     def end(self) -> int:
@@ -74,7 +87,7 @@ class Plan:
     @property
     def tokens(self) -> int:
         """Query tokens of the whole step."""
-        return sum(len(row.token_ids) for row in self.rows)
+        return sum(len(row.token_ids) * (1 if row.guide is None else 2) for row in self.rows)
 
 
 def visible_end(attention: Attention, position: int, block_length: int, canvas_end: int, origin: int = 0) -> int:

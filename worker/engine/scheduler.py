@@ -64,10 +64,10 @@ class Scheduler:
         """True if a request, run to its limit, has pages when it is alone and budget beside a prefill's share."""
         origin, block = sequence.origin, sequence.block_length
         last_end = max(origin - (origin - sequence.limit) // block * block, sequence.reach)
-        if self.pool.pages_for(last_end) > self.pool.num_pages:
+        if self.pool.pages_for(last_end) * sequence.copies > self.pool.num_pages:
             return False
         # A window that cannot be cut may exceed the budget: it then runs alone.
-        return 4 * block <= self.limits.token_budget or not sequence.window().divisible
+        return 4 * block * sequence.copies <= self.limits.token_budget or not sequence.window().divisible
 
     def plan(self, step: int) -> tuple[Plan, list[Sequence]]:
         """Return the next step's plan and the sequences of its rows, in the same order."""
@@ -81,7 +81,7 @@ class Scheduler:
     # --- pages
 
     def _missing(self, sequence: Sequence) -> int:
-        return self.pool.pages_for(sequence.reach) - len(sequence.pages)
+        return self.pool.pages_for(sequence.reach) * sequence.copies - len(sequence.pages)
 
     def _grow(self) -> None:
         """Give running sequences the pages of their active block, oldest first."""
@@ -130,18 +130,18 @@ class Scheduler:
         prefill = [(s, w) for s, w in windows if w.divisible and w.end - w.start > 2 * s.block_length]
         denoise = [(s, w) for s, w in windows if not (w.divisible and w.end - w.start > 2 * s.block_length)]
         # A prompt gets a quarter of the budget at least, and never less than the block that a chunk must hold.
-        share = max(budget // 4, min(s.block_length for s, _ in prefill)) if prefill else 0
+        share = max(budget // 4, min(s.block_length * s.copies for s, _ in prefill)) if prefill else 0
         left = budget - share
         pairs: list[tuple[Sequence, Row]] = []
         for sequence, window in denoise:
-            cost = window.end - window.start
+            cost = (window.end - window.start) * sequence.copies
             if cost <= left or (not pairs and not prefill and not window.divisible):
                 pairs.append((sequence, sequence.row(window, window.end)))
                 left -= cost
         left += share
         for sequence, window in prefill:
-            end = chunk_end(window.start, window.end, sequence.block_length, left)
+            end = chunk_end(window.start, window.end, sequence.block_length, left // sequence.copies)
             if end > window.start:
                 pairs.append((sequence, sequence.row(window, end)))
-                left -= end - window.start
+                left -= (end - window.start) * sequence.copies
         return pairs

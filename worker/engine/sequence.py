@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from typing import assert_never
 
 from shared.commands import Generate
-from shared.decoding import Decoding, JointThreshold, SubBlock
+from shared.decoding import Decoding, JointThreshold, SubBlock, Timed
 from shared.events import Delta, FailCode, Failed, FinishDetail, Finished, Snapshot, Usage
-from worker.engine.plan import Canvas, Row, visible_ends
+from worker.engine.plan import Canvas, Guide, Row, visible_ends
 from worker.engine.ports import Arrival, TextDecoder
 from worker.engine.stopping import Stop, first_of, reason_of, repetition_run
 from worker.engine.window import Block, Window, next_window
@@ -54,6 +54,7 @@ class Sequence:
     cached: int = 0
     """Positions whose keys and values in the pages are final."""
     pages: list[int] = field(default_factory=list[int])
+    """Pages of positions 0.. in order; a guided request's alternate with those of its guide."""
     pending_text: str = ""
     edited: int = 0
     """Decided positions that the last forward revised."""
@@ -130,6 +131,11 @@ class Sequence:
         return len(self.tokens)
 
     @property
+    def copies(self) -> int:
+        """How often each position is run: a guided request has a second row, on pages of its own."""
+        return 2 if self.request.cfg_scale > 0 else 1
+
+    @property
     def at_boundary(self) -> bool:
         """No forward has been spent on the active block: the state is just token ids."""
         return self.step == 0
@@ -171,6 +177,12 @@ class Sequence:
         return self.edit_steps >= most or (self.edit_steps > 0 and self.edited == 0)
 
     @property
+    def patience(self) -> int:
+        """Forwards in a row that may accept nothing: a schedule by time has shares below one position."""
+        steps = getattr(self.decoding, "steps", None) or self.undecided_at_first
+        return steps if isinstance(self.decoding, Timed) else 0
+
+    @property
     def usage(self) -> Usage:
         return Usage(self.prompt_length, self.published - self.prompt_length, self.nfe, self.block)
 
@@ -202,6 +214,8 @@ class Sequence:
         if spec.commit is Commit.REORDERED and window.denoises:
             positions = tuple(sorted(range(window.start, end), key=self._is_open))
             tokens = [self.tokens[position] for position in positions]
+        # Whoever sees its whole canvas also sees what this forward does not run.
+        canvas_end = len(self.tokens) if spec.commit is Commit.REFRESHED else end
         attention = spec.attention if window.denoises else spec.context or spec.attention
         if cut or not (window.denoises or window.seeds):
             canvas = None
@@ -211,14 +225,26 @@ class Sequence:
             request_id=self.id,
             start=window.start,
             token_ids=tuple(tokens),
-            visible_end=visible_ends(attention, window.start, end, self.block_length, end, self.origin),
-            pages=tuple(self.pages),
+            visible_end=visible_ends(attention, window.start, end, self.block_length, canvas_end, self.origin),
+            pages=tuple(self.pages[:: self.copies]),
             canvas=canvas,
             positions=positions,
+            guide=self._guide(positions or range(window.start, end)) if self.copies > 1 else None,
+        )
+
+    def _guide(self, positions: ReadOnly[int]) -> Guide:
+        mask = self.spec.mask_token_id
+        return Guide(
+            token_ids=tuple(mask if p < self.prompt_length else self.tokens[p] for p in positions),
+            pages=tuple(self.pages[1 :: self.copies]),
+            scale=self.request.cfg_scale,
         )
 
     def _canvas(self) -> Canvas:
-        wanted = self.wanted
+        wanted, last = self.wanted, self._last
+        if self.decoding.renewal_decides == "first" and self.spec.commit is Commit.REFRESHED and self.step == 0:
+            first = next((index for index, masked in enumerate(wanted) if masked), 0)
+            last, wanted = True, tuple(index == first for index in range(len(wanted)))
         editable: tuple[bool, ...] = ()
         if isinstance(self.decoding, JointThreshold):
             first = max(self.prompt_length - self.block_start, 0)
@@ -227,7 +253,7 @@ class Sequence:
             start=self.block_start,
             masked=wanted,
             step=self.step,
-            last=self._last,
+            last=last,
             sampling=self.request.sampling,
             decoding=self.decoding,
             stop_token_ids=tuple(sorted(self.stop_ids)),

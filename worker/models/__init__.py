@@ -17,6 +17,7 @@ __all__ = ["FAMILIES", "Denoiser", "LoadedModel", "ModelError", "load_model"]
 # Keyed by `architectures`, for `model_type` collides: LLaDA-MoE says llada, Stable-DiffCoder says llama.
 FAMILIES = {
     "LLaDA2MoeModelLM": "worker.models.llada2",
+    "LLaDAModelLM": "worker.models.llada",
     "LLaDAMoEModelLM": "worker.models.llada_moe",
     "LlamaForCausalLM": "worker.models.autoregressive",
     "Qwen2ForCausalLM": "worker.models.autoregressive",
