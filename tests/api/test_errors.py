@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from shared.client import FleetUnavailable, QueueFull
+from shared.client import FleetUnavailable, QueueFull, TenantFull
 from shared.commands import Generate
 from shared.events import Delta, Queued
 from shared.text import Tokenizer
@@ -211,6 +211,13 @@ async def test_a_full_queue_is_a_503_with_a_time_to_retry(caller: Caller, fleet:
         assert (response.status, response.error["code"]) == (503, "server_is_overloaded")
         assert response.headers["retry-after"] == told
     assert fleet.aborts == []
+
+
+async def test_a_caller_with_too_many_requests_is_told_so(caller: Caller, fleet: ScriptedFleet) -> None:
+    fleet.script = steps(TenantFull(7))
+    response = await caller.post("/generate", {"prompt": "x"})
+    assert (response.status, response.error["code"]) == (429, "rate_limit_exceeded")
+    assert response.headers["retry-after"] == "7"
 
 
 @pytest.mark.parametrize("streamed", [False, True])

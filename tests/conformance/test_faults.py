@@ -276,7 +276,7 @@ def test_c33_a_front_drains_under_fifty_streams(fleet: LiveFleet) -> None:
 
 
 def test_c33_a_second_signal_skips_the_waiting(fleet: LiveFleet) -> None:
-    front = fleet.start_front("--drain-delay-s", "300", "--drain-s", "300").wait_live()
+    front = fleet.start_front("--drain-delay-s", "300", "--drain-s", "300", "--keepalive-s", "0.5").wait_live()
     body = {"model": IDLE, "messages": ASK, "stream": True}
     with httpx.stream("POST", f"{front.url}{CHAT}", json=body, timeout=30) as response:
         front.send(signal.SIGTERM)

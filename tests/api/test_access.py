@@ -1,0 +1,63 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from api.__main__ import main as serve
+from api.access import InvalidKeys, find_key, hash_key, load_keys
+from api.keys import main
+from tests.api.scripted import ScriptedFleet, running
+
+
+def write(path: Path, *entries: dict[str, object]) -> Path:
+    path.write_text(json.dumps(entries))
+    return path
+
+
+def test_a_made_key_is_found_by_its_entry_and_by_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--id", "team-a", "--tokens-per-minute", "5"]) == 0
+    printed = capsys.readouterr()
+    secret, entry = printed.err.strip(), json.loads(printed.out)
+    assert secret not in printed.out
+    keys = load_keys(write(tmp_path / "keys.json", entry))
+    found = find_key(keys, secret)
+    assert found and (found.id, found.scopes, found.tokens_per_minute) == ("team-a", ("inference",), 5)
+    assert find_key(keys, secret + "x") is None and find_key((), secret) is None
+
+
+@pytest.mark.parametrize("arguments", [["--id", "has space"], [], ["--id", "x", "--scopes", '["all"]']])
+def test_a_key_that_cannot_be_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert capsys.readouterr().err
+
+
+def test_a_broken_key_file_is_named_without_its_content_and_ends_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "keys.json", {"id": "a", "sha256": "not-a-hash-but-a-secret"})
+    with pytest.raises(InvalidKeys) as caught:
+        load_keys(path)
+    assert "[0].sha256" in str(caught.value) and "secret" not in str(caught.value)
+    assert serve(["--api-keys-file", str(path)]) == 2
+    assert "api_keys_file" in capsys.readouterr().err
+    with pytest.raises(InvalidKeys):
+        load_keys(tmp_path / "missing.json")
+
+
+async def test_scopes_open_what_they_name(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "keys.json",
+        {"id": "a", "sha256": hash_key("one")},
+        {"id": "b", "sha256": hash_key("two"), "scopes": ["admin"]},
+    )
+    async with running(ScriptedFleet(), api_keys_file=path) as caller:
+
+        async def status(path: str, key: str) -> int:
+            return (await caller.get(path, {"authorization": f"Bearer {key}"})).status
+
+        assert [await status("/v1/models", key) for key in ("one", "two", "three")] == [200, 403, 401]
+        assert [await status("/admin/loras", key) for key in ("one", "two", "three")] == [403, 404, 401]
+        assert [await status(path, "three") for path in ("/health/live", "/metrics", "/docs")] == [200, 200, 200]
+        assert (await caller.get("/v1/models")).error["code"] == "invalid_api_key"

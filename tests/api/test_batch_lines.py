@@ -1,0 +1,64 @@
+import json
+from collections.abc import AsyncIterator
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from api.jobs.lines import Faults, read_lines, request_id
+from api.jobs.service import redis_settings
+from shared.keys import model_of
+
+URL = "/v1/chat/completions"
+
+
+async def pieces(content: bytes, size: int) -> AsyncIterator[bytes]:
+    for start in range(0, len(content), size):
+        yield content[start : start + size]
+
+
+def row(custom_id: str) -> bytes:
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": URL, "body": {"model": "m"}}).encode()
+
+
+@given(st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=8, unique=True), st.integers(1, 64))
+async def test_lines_are_read_however_the_bytes_are_cut(names: list[str], size: int) -> None:
+    lines = await read_lines(pieces(b"\n\n".join(map(row, names)), size), URL)
+    assert isinstance(lines, list)
+    assert [(line.number, line.custom_id) for line in lines] == [
+        (2 * index + 1, name) for index, name in enumerate(names)
+    ]
+
+
+async def test_all_faults_are_told_with_their_lines() -> None:
+    content = b"\n".join([row("a"), b"[]", row("a"), b"{", row("b").replace(b"POST", b"GET"), row("c" * 513)])
+    faults = await read_lines(pieces(content, 1000), URL)
+    assert isinstance(faults, Faults)
+    assert [(fault["line"], fault["code"], fault["param"]) for fault in faults.entries] == [
+        (2, "invalid_value", None),
+        (3, "duplicate_custom_id", "custom_id"),
+        (4, "invalid_json_line", None),
+        (5, "invalid_value", "method"),
+        (6, "invalid_value", "custom_id"),
+    ]
+    empty = await read_lines(pieces(b"\n", 1), URL)
+    assert isinstance(empty, Faults) and empty.entries[0]["code"] == "empty_file"
+
+
+@given(st.sampled_from(["m", "org/m"]), st.integers(1, 50_000), st.integers(0, 64))
+def test_a_line_has_one_request_id_for_ever_and_no_other_line_has_it(model: str, number: int, index: int) -> None:
+    name = request_id(model, "batch_1", number, index)
+    assert name == request_id(model, "batch_1", number, index)
+    assert model_of(name) == model
+    others = {
+        request_id(model, "batch_2", number, index),
+        request_id(model, "batch_1", number + 1, index),
+        request_id(model, "batch_1", number, index + 1),
+    }
+    assert name not in others and len(others) == 3
+
+
+def test_credentials_of_a_redis_url_are_unquoted() -> None:
+    settings = redis_settings("rediss://a%40b:p%2Fw@host:6380/3")
+    assert (settings.host, settings.port, settings.database, settings.ssl) == ("host", 6380, 3, True)
+    assert (settings.username, settings.password) == ("a@b", "p/w")
+    assert redis_settings("unix:///tmp/x.sock").unix_socket_path == "/tmp/x.sock"

@@ -1,0 +1,314 @@
+"""C34 to C39: files, batches, responses, tokens, metrics."""
+
+import json
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+from openai.types import Batch
+from openai.types.responses import Response
+from prometheus_client.parser import text_string_to_metric_families
+from redis import Redis
+
+from tests.conformance.conftest import IDLE, client_of
+from tests.conformance.fleet import MODEL, LiveFleet, eventually
+
+ASK: Any = [{"role": "user", "content": "What is 12 + 30?"}]
+ENDED = ("completed", "failed", "expired", "cancelled")
+
+
+def line(custom_id: str, content: str = "What is 1 + 2?", **body: Any) -> dict[str, Any]:
+    given = {"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": 12} | body
+    return {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": given}
+
+
+def submit(client: OpenAI, rows: Sequence[object], **options: Any) -> Batch:
+    content = b"\n".join(row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows)
+    file = client.files.create(file=("lines.jsonl", content), purpose="batch")
+    return client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h", **options
+    )
+
+
+def end_of(client: OpenAI, batch: Batch) -> Batch:
+    def look() -> Batch | None:
+        now = client.batches.retrieve(batch.id)
+        return now if now.status in ENDED else None
+
+    found = eventually(look, "the batch has ended")
+    assert found is not None
+    return found
+
+
+def rows_of(client: OpenAI, file_id: str | None) -> list[Any]:
+    return [] if file_id is None else [json.loads(row) for row in client.files.content(file_id).text.splitlines()]
+
+
+def test_c34_files_are_stored_listed_read_and_deleted(client: OpenAI, http: httpx.Client, fleet: LiveFleet) -> None:
+    content = bytes(range(256)) * 8192
+    first = client.files.create(file=("a b.bin", content), purpose="user_data")
+    second = client.files.create(
+        file=("b.jsonl", b"{}"), purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600}
+    )
+    assert (first.bytes, first.filename, first.status) == (len(content), "a b.bin", "processed")
+    assert second.expires_at == second.created_at + 3600
+    with client_of(fleet.other.url) as other:
+        assert other.files.content(first.id).read() == content
+    listed = [file.id for file in client.files.list(limit=1)]
+    assert {first.id, second.id} <= set(listed) and listed.index(second.id) < listed.index(first.id)
+    assert http.get("/v1/files", params={"limit": 1}).json()["has_more"] is True
+    assert {file.purpose for file in client.files.list(purpose="batch")} == {"batch"}
+    assert client.files.delete(first.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.files.retrieve(first.id)
+    wrong: list[tuple[dict[str, str], str]] = [
+        ({"purpose": "fun"}, "purpose"),
+        ({}, "purpose"),
+        ({"purpose": "batch", "expires_after[anchor]": "created_at"}, "expires_after.seconds"),
+        (
+            {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "5"},
+            "expires_after.seconds",
+        ),
+    ]
+    for form, param in wrong:
+        response = http.post("/v1/files", data=form, files={"file": ("x", b"x")})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert http.post("/v1/files", data={"purpose": "batch"}, files={"other": ("x", b"x")}).status_code == 400
+    # The limit of this server is 32 MiB, unless it is told otherwise.
+    too_long = http.post("/v1/files", data={"purpose": "batch"}, files={"file": ("x", b"x" * (32 * 2**20 + 1))})
+    assert (too_long.status_code, too_long.json()["error"]["code"]) == (413, "file_too_large")
+
+
+def test_c35_a_batch_runs_to_its_end_beside_bad_lines(client: OpenAI) -> None:
+    rows = [line(f"good-{number}") for number in range(12)]
+    rows += [line("bad-model", model="nope"), line("bad-value", temperature=-1), line("streamed", stream=True)]
+    batch = submit(client, rows, metadata={"who": "me"})
+    assert (batch.status, batch.metadata) == ("validating", {"who": "me"})
+    ended = end_of(client, batch)
+    assert ended.status == "completed" and ended.completed_at and ended.request_counts
+    counts = ended.request_counts
+    assert (counts.total, counts.completed, counts.failed) == (15, 12, 3)
+    good, bad = rows_of(client, ended.output_file_id), rows_of(client, ended.error_file_id)
+    assert [row["custom_id"] for row in good] == [f"good-{number}" for number in range(12)]
+    assert all(row["response"]["body"]["choices"][0]["message"]["content"] for row in good)
+    assert {row["custom_id"]: row["response"]["status_code"] for row in bad} == {
+        "bad-model": 404,
+        "bad-value": 400,
+        "streamed": 400,
+    }
+    assert ended.usage and ended.usage.output_tokens == sum(
+        row["response"]["body"]["usage"]["completion_tokens"] for row in good
+    )
+    assert batch.id in {listed.id for listed in client.batches.list(limit=2)}
+    with pytest.raises(openai.ConflictError):
+        client.batches.cancel(batch.id)
+
+
+def test_c35_a_file_that_is_no_batch_fails_with_the_lines_at_fault(client: OpenAI) -> None:
+    rows = [line("a"), b"{nonsense", line("a"), line("b") | {"url": "/v1/other"}, {"custom_id": "c", "method": "POST"}]
+    ended = end_of(client, submit(client, rows))
+    assert ended.status == "failed" and ended.errors and ended.errors.data
+    assert [(error.line, error.code) for error in ended.errors.data] == [
+        (2, "invalid_json_line"),
+        (3, "duplicate_custom_id"),
+        (4, "mismatched_url"),
+        (5, "invalid_value"),
+    ]
+    file = client.files.create(file=("x", b"x"), purpose="user_data")
+    for wrong in (file.id, "file-nope"):
+        with pytest.raises(openai.APIStatusError) as caught:
+            client.batches.create(input_file_id=wrong, endpoint="/v1/chat/completions", completion_window="24h")
+        assert caught.value.status_code in (400, 404)
+
+
+def test_c35_a_cancelled_batch_keeps_what_it_has(client: OpenAI, redis: Redis) -> None:
+    batch = submit(client, [line("done"), line("waits", model=IDLE)])
+    eventually(
+        lambda: (counts := client.batches.retrieve(batch.id).request_counts) and counts.completed == 1, "one is done"
+    )
+    assert client.batches.cancel(batch.id).status == "cancelling"
+    ended = end_of(client, batch)
+    assert ended.status == "cancelled" and ended.cancelled_at
+    assert [row["custom_id"] for row in rows_of(client, ended.output_file_id)] == ["done"]
+    assert [row["error"]["code"] for row in rows_of(client, ended.error_file_id)] == ["batch_cancelled"]
+    eventually(lambda: redis.xlen(f"df:{{{IDLE}.0}}:q:bulk") == 0, "its request has left the queue")
+
+
+def test_c35_a_batch_goes_on_after_a_restart_of_the_jobs_and_submits_nothing_twice(
+    client: OpenAI, fleet: LiveFleet, redis: Redis
+) -> None:
+    fleet.jobs.send(signal.SIGKILL)
+    fleet.start_jobs("--batch-concurrency", "2")
+    slow: Any = {"max_tokens": 120, "ignore_eos": True, "diffusion": {"strategy": "sequential"}}
+    total = 12
+    batch = submit(client, [line(str(number), **slow) for number in range(total)])
+    eventually(
+        lambda: (counts := client.batches.retrieve(batch.id).request_counts) and counts.completed > 1, "it is under way"
+    )
+    fleet.jobs.send(signal.SIGKILL)
+    interrupted = client.batches.retrieve(batch.id)
+    assert interrupted.status == "in_progress"
+    fleet.start_jobs()
+    ended = end_of(client, batch)
+    assert ended.status == "completed" and ended.request_counts and ended.request_counts.completed == total
+    rows = rows_of(client, ended.output_file_id)
+    assert [row["custom_id"] for row in rows] == [str(number) for number in range(total)]
+    bodies = [row["response"]["body"] for row in rows]
+    assert len({body["id"] for body in bodies}) == total
+    assert all(body["usage"]["completion_tokens"] == 120 for body in bodies)
+    attempts = [
+        redis.hget(f"df:{{{MODEL}.0}}:r:r_{MODEL}.0_{body['id'].removeprefix('chatcmpl-')}", "att") for body in bodies
+    ]
+    assert attempts == [b"1"] * total
+
+
+def test_c36_a_response_has_its_events_in_order(client: OpenAI) -> None:
+    options: Any = {"model": MODEL, "input": "What is 12 + 30?", "extra_body": {"seed": 1}}
+    whole = client.responses.create(**options)
+    assert whole.status == "completed" and whole.usage
+    Response.model_validate(whole.model_dump())
+    events = list(client.responses.create(stream=True, **options))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[:5] == [
+        "response.created",
+        "response.queued",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert set(kinds[5:-4]) == {"response.output_text.delta"}
+    assert kinds[-4:] == [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    with client.responses.stream(**options) as helper:
+        assert helper.get_final_response().output_text == whole.output_text
+    cut = client.responses.create(model=MODEL, input="Tell me a story.", max_output_tokens=16)
+    assert cut.status == "incomplete" and cut.incomplete_details
+    assert cut.incomplete_details.reason == "max_output_tokens"
+
+
+def test_c36_a_background_response_is_resumed_at_every_number_through_any_front(
+    client: OpenAI, fleet: LiveFleet
+) -> None:
+    begun = client.responses.create(model=MODEL, input="Tell me a story.", background=True)
+    assert begun.status == "queued"
+    with client_of(fleet.other.url) as other:
+        done = ("completed", "incomplete")
+        eventually(lambda: other.responses.retrieve(begun.id).status in done, "the response has ended")
+        ended = other.responses.retrieve(begun.id)
+        assert ended.output_text
+        whole = list(other.responses.retrieve(begun.id, stream=True))
+        for number in range(-1, len(whole)):
+            rest = list(client.responses.retrieve(begun.id, stream=True, starting_after=number))
+            assert rest == whole[number + 1 :]
+        # The helper replays from the start and passes over what was seen.
+        with other.responses.stream(response_id=begun.id, starting_after=4) as helper:
+            assert next(iter(helper)).sequence_number == 5
+            assert helper.get_final_response().output_text == ended.output_text
+
+
+def test_c36_a_background_stream_goes_on_without_its_reader(client: OpenAI, fleet: LiveFleet) -> None:
+    stream = client.responses.create(
+        model=MODEL, input="Tell me a story.", background=True, stream=True, extra_body={"ignore_eos": True}
+    )
+    first = next(iter(stream))
+    assert first.type == "response.created"
+    stream.close()
+    with client_of(fleet.other.url) as other:
+        rest = list(other.responses.retrieve(first.response.id, stream=True, starting_after=0))
+    assert rest[0].sequence_number == 1 and rest[-1].type == "response.incomplete"
+
+
+def test_c36_responses_are_cancelled_continued_listed_and_deleted(client: OpenAI, http: httpx.Client) -> None:
+    waiting = client.responses.create(model=IDLE, input="hi", background=True)
+    assert client.responses.cancel(waiting.id).status == "cancelled"
+    assert client.responses.retrieve(waiting.id).status == "cancelled"
+    first = client.responses.create(model=MODEL, input="My name is Ann.", instructions="Be brief.")
+    second = client.responses.create(model=MODEL, input="What is my name?", previous_response_id=first.id)
+    assert first.usage and second.usage and second.previous_response_id == first.id
+    counted = client.responses.input_tokens.count(model=MODEL, input="What is my name?", previous_response_id=first.id)
+    assert counted.input_tokens == second.usage.input_tokens
+    (item,) = client.responses.input_items.list(second.id)
+    assert item.type == "message" and item.id
+    client.responses.delete(first.id)
+    for gone in (first.id, "resp_nope"):
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(gone)
+    unstored = client.responses.create(model=MODEL, input="hi", store=False)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(unstored.id)
+    for wrong, param in (
+        ({"background": True, "store": False}, "store"),
+        ({"input": []}, "input"),
+        ({"input": [{"type": "function_call_output"}]}, "input[0].type"),
+        ({"previous_response_id": "resp_nope"}, "previous_response_id"),
+        ({"text": {"format": {"type": "json_object"}}}, "text"),
+        ({"truncation": "auto"}, "truncation"),
+    ):
+        error = http.post("/v1/responses", json={"model": MODEL, "input": "hi"} | wrong).json()["error"]
+        assert error["param"] == param
+
+
+def test_c37_embeddings_are_clearly_not_there(client: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.embeddings.create(model=MODEL, input="x")
+    assert caught.value.code == "unsupported_endpoint"
+
+
+def test_c38_tokens_go_there_and_back_and_count_as_usage(client: OpenAI, http: httpx.Client) -> None:
+    for text in ("What is 12 + 30?", "🎉 漢字\n\ttabs", "<|im_start|>"):
+        ids = http.post("/tokenize", json={"model": MODEL, "prompt": text}).json()
+        assert ids["count"] == len(ids["tokens"])
+        assert http.post("/detokenize", json={"model": MODEL, "tokens": ids["tokens"]}).json()["prompt"] == text
+        usage = client.completions.create(model=MODEL, prompt=text, max_tokens=1).usage
+        assert usage and usage.prompt_tokens == ids["count"]
+    chat = http.post("/tokenize", json={"model": MODEL, "messages": ASK}).json()["count"]
+    usage = client.chat.completions.create(model=MODEL, messages=ASK).usage
+    assert usage and usage.prompt_tokens == chat
+    wrong = http.post("/detokenize", json={"model": MODEL, "tokens": [10**9]})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "tokens[0]")
+
+
+def test_c39_metrics_count_a_known_load(fleet: LiveFleet) -> None:
+    def read(http: httpx.Client) -> dict[str, float]:
+        families = text_string_to_metric_families(http.get("/metrics").text)
+        samples = [sample for family in families for sample in family.samples]
+        assert all(
+            set(sample.labels)
+            <= {"route", "method", "status", "model", "model_name", "detail", "code", "le"} | {"finished_reason"}
+            for sample in samples
+        )
+        totals: dict[str, float] = {}
+        for sample in samples:
+            totals[sample.name] = totals.get(sample.name, 0) + sample.value
+        return totals
+
+    front = fleet.start_front().wait_live()
+    with httpx.Client(base_url=front.url, timeout=60) as http:
+        usages = [
+            http.post(
+                "/generate", json={"model": MODEL, "prompt": "x", "max_tokens": 20, "ignore_eos": True, "user": "eve"}
+            ).json()["usage"]
+            for _ in range(5)
+        ]
+        totals = read(http)
+    for name, field in (
+        ("vllm:prompt_tokens_total", "prompt_tokens"),
+        ("vllm:generation_tokens_total", "completion_tokens"),
+        ("vllm:diffusion_num_committed_tokens_total", "completion_tokens"),
+        ("vllm:diffusion_num_denoising_steps_total", "nfe"),
+        ("diffleet_forwards_total", "nfe"),
+        ("diffleet_completion_tokens_total", "completion_tokens"),
+    ):
+        assert totals[name] == sum(usage[field] for usage in usages)
+    assert totals["vllm:diffusion_num_canvas_positions_total"] == 16 * sum(usage["blocks"] for usage in usages)
+    assert totals["vllm:request_success_total"] == totals["vllm:e2e_request_latency_seconds_count"] == 5
+    front.end()

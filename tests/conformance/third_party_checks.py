@@ -1,0 +1,115 @@
+# pyright: reportMissingImports=false
+"""Smoke of one client library against a server: `python third_party_checks.py NAME BASE_URL MODEL`.
+
+Stands alone, because each library has an environment of its own. Prints one line.
+"""
+
+import asyncio
+import importlib.metadata
+import sys
+
+QUESTION = "What is 12 + 30?"
+
+
+def litellm(url, model):
+    import litellm as library
+
+    options = {"model": f"openai/{model}", "api_base": url, "api_key": "none"}
+    messages = [{"role": "user", "content": QUESTION}]
+    whole = library.completion(messages=messages, seed=1, **options)
+    assert whole.choices[0].message.content
+    chunks = list(library.completion(messages=messages, seed=1, stream=True, **options))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+
+
+def langchain(url, model):
+    from langchain_openai import ChatOpenAI
+
+    chat = ChatOpenAI(model=model, base_url=url, api_key="none", seed=1)
+    whole = chat.invoke(QUESTION)
+    assert whole.content and whole.usage_metadata["output_tokens"]
+    assert "".join(part.content for part in chat.stream(QUESTION)) == whole.content
+
+
+def instructor(url, model):
+    import instructor as library
+    import openai
+    from pydantic import BaseModel
+
+    class Answer(BaseModel):
+        value: int
+
+    client = library.from_openai(openai.OpenAI(base_url=url, api_key="none"), mode=library.Mode.JSON_SCHEMA)
+    try:
+        messages = [{"role": "user", "content": QUESTION}]
+        client.chat.completions.create(model=model, response_model=Answer, messages=messages, max_retries=1)
+    except Exception as error:
+        assert "response_format" in str(error), error
+        return "refused as `response_format`: structured output is not there yet"
+    return None
+
+
+def pydantic_ai(url, model):
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    agent = Agent(OpenAIChatModel(model, provider=OpenAIProvider(base_url=url, api_key="none")))
+    assert agent.run_sync(QUESTION).output
+
+    async def streamed():
+        async with agent.run_stream(QUESTION) as run:
+            return await run.get_output()
+
+    assert asyncio.run(streamed())
+
+
+def openai_agents(url, model):
+    from agents import Agent, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, set_tracing_disabled
+    from openai import AsyncOpenAI
+
+    set_tracing_disabled(True)
+    client = AsyncOpenAI(base_url=url, api_key="none")
+
+    async def both():
+        for kind in (OpenAIChatCompletionsModel, OpenAIResponsesModel):
+            agent = Agent(name="a", instructions="Be brief.", model=kind(model=model, openai_client=client))
+            assert (await Runner.run(agent, QUESTION)).final_output
+            run = Runner.run_streamed(agent, QUESTION)
+            async for _ in run.stream_events():
+                pass
+            assert run.final_output
+
+    asyncio.run(both())
+
+
+def llama_index(url, model):
+    from llama_index.llms.openai_like import OpenAILike
+
+    chat = OpenAILike(model=model, api_base=url, api_key="none", is_chat_model=True, context_window=1024)
+    assert chat.complete(QUESTION).text
+    assert "".join(part.delta or "" for part in chat.stream_complete(QUESTION))
+    raw = OpenAILike(model=model, api_base=url, api_key="none", is_chat_model=False, context_window=1024)
+    assert raw.complete("1 2 3 4").text is not None
+
+
+PACKAGES = {
+    "litellm": (litellm, "litellm"),
+    "langchain": (langchain, "langchain-openai"),
+    "instructor": (instructor, "instructor"),
+    "pydantic-ai": (pydantic_ai, "pydantic-ai-slim"),
+    "openai-agents": (openai_agents, "openai-agents"),
+    "llama-index": (llama_index, "llama-index-llms-openai-like"),
+}
+
+
+def main():
+    name, url, model = sys.argv[1:]
+    check, package = PACKAGES[name]
+    result = check(url + "/v1", model) or "ok"
+    print(f"{package} {importlib.metadata.version(package)}: {result}")
+
+
+if __name__ == "__main__":
+    main()
