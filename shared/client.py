@@ -10,7 +10,6 @@
 import asyncio
 import contextlib
 import hashlib
-import random
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -20,15 +19,17 @@ from typing import Any, Self, TypeVar, cast
 
 import orjson
 
+from shared.admission import Admission
 from shared.card import ModelCard, unpack
 from shared.commands import LANES, WIRE_VERSION, Generate, Lane, Limits, Preview, Sampling, encode_command
 from shared.connection import Argument, FleetUnavailable, Link
 from shared.dead_letters import DeadLetter, DeadLetters
 from shared.decoding import Decoding
 from shared.events import Delta, Event, Failed, Finished, Queued, decode_event, encode_event
-from shared.keys import GROUP, MODELS, Keys, model_of, new_request_id, partition, ulid
+from shared.keys import GROUP, MODELS, Keys, model_of, new_request_id, partition, pick_partition, ulid
 from shared.keys import card as card_key
 from shared.lua import script
+from shared.memory import NO_BULK, NO_WORK, MemoryGauge
 from shared.roster import WorkerInfo, unpack_worker
 from shared.settings import ServiceSettings
 from shared.subscriber import Subscriber, Unknown
@@ -44,6 +45,7 @@ __all__ = [
     "QueueFull",
     "Result",
     "Submitted",
+    "TenantFull",
     "UnknownModel",
     "UnknownRequest",
 ]
@@ -60,16 +62,21 @@ _CARD_FRESH_S = 2.0
 _LOG_CAP_SPARE = 64
 """Events beyond one for each token before a runaway log is trimmed; an honest one never reaches it."""
 _ABORT_SPARE_MS = 60_000
+_MEMORY_WAIT_S = 10
 
 T = TypeVar("T")
 
 
 class QueueFull(Exception):
-    """The lane has as many requests as it may; try again after `retry_after_s`."""
+    """The lane has as many requests as it may, or Redis is nearly full; try again after `retry_after_s`."""
 
-    def __init__(self, retry_after_s: int) -> None:
-        super().__init__(f"the queue is full; try again in {retry_after_s} s")
+    def __init__(self, retry_after_s: int, what: str = "the queue is full") -> None:
+        super().__init__(f"{what}; try again in {retry_after_s} s")
         self.retry_after_s = retry_after_s
+
+
+class TenantFull(QueueFull):
+    """The tenant has as many requests queued and running as it may."""
 
 
 class UnknownModel(Exception):
@@ -130,18 +137,20 @@ class Result:
 class FleetClient:
     """The fleet as its users see it. For one event loop; enter it before use. Any number of concurrent calls."""
 
-    def __init__(self, link: Link, subscriber: Subscriber) -> None:
+    def __init__(self, link: Link, subscriber: Subscriber, admission: Admission | None = None) -> None:
         self._link = link
+        self._admission = admission or Admission()
+        self._memory = MemoryGauge(link)
         self._subscriber = subscriber
         self._dead_letters = DeadLetters(link)
         self._cards: dict[str, tuple[float, ModelCard]] = {}
         self._tokenizers: dict[str, Tokenizer] = {}
 
     @classmethod
-    def connect(cls, url: str, connections: int = 16) -> Self:
+    def connect(cls, url: str, connections: int = 16, admission: Admission | None = None) -> Self:
         """Build a client; nothing is sent before it is entered. Raises ValueError for a bad URL."""
         link = Link.open(url, connections)
-        return cls(link, Subscriber(url, link))
+        return cls(link, Subscriber(url, link), admission)
 
     async def __aenter__(self) -> Self:
         await self._subscriber.__aenter__()
@@ -166,15 +175,16 @@ class FleetClient:
     ) -> Submitted:
         """Queue a request. Submitting the same id again changes nothing. Unset, `queue_limit` is `QUEUE_LIMIT`.
 
-        Raises `UnknownModel`, `QueueFull`, `IdempotencyConflict`, `FleetUnavailable` (then a retry with the same
-        command is safe), ValueError if the id is not one of the model's.
+        Raises `UnknownModel`, `QueueFull`, `TenantFull`, `IdempotencyConflict`, `FleetUnavailable` (then a retry with
+        the same command is safe), ValueError if the id is not one of the model's.
         """
         if model_of(command.id) != command.model:
             raise ValueError(f"id {command.id!r} is not a request id of model {command.model!r}")
-        await self.card(command.model)
+        card = await self.card(command.model)
         keys = Keys.of(command.id)
+        await self._check_memory(keys, command.lane)
         names = [keys.request(command.id), keys.log(command.id), keys.channel(command.id), keys.abort(command.id)]
-        names += [keys.lane(command.lane), keys.rate()]
+        names += [keys.lane(command.lane), keys.rate(), keys.tenant(tenant)]
         if idempotency_key is not None:
             names.append(keys.idempotency(tenant, idempotency_key))
         total_ms = command.limits.total_ms or LONGEST_LIFE_MS
@@ -188,16 +198,34 @@ class FleetClient:
         sizes: list[Argument] = [command.limits.max_tokens + _LOG_CAP_SPARE, len(command.prompt), WIRE_VERSION]
         head: list[Argument] = [command.id, encode_command(command), command.lane]
         tail: list[Argument] = [_body_hash(command), IDEMPOTENCY_MS, encode_event(Queued(command.id)), GROUP]
-        reply = await self._link.run_again(script("submit"), names, [*head, *lifetimes, *sizes, *tail])
+        admission = self._admission
+        # Each partition counts for itself.
+        share = -(-admission.tenant_limit // card.partitions)
+        terms: list[Argument] = [keys.request("").removesuffix("r:"), tenant, share, admission.replicas]
+        args = [*head, *lifetimes, *sizes, *tail, *terms]
+        if admission.replicas:
+            reply = await self._link.run_waited(
+                script("submit"), names, args, admission.replicas, admission.replica_wait_ms
+            )
+        else:
+            reply = await self._link.run_again(script("submit"), names, args)
         status: str = reply[0].decode()
         known_id: str = reply[1].decode()
         match status:
             case "busy":
                 raise QueueFull(_retry_after_s(length=reply[2], rate=float(reply[3])))
+            case "crowded":
+                wait_s = _retry_after_s(length=reply[2], rate=float(reply[3]))
+                raise TenantFull(wait_s, f"{reply[2]} requests of this tenant are queued or running")
             case "conflict":
                 raise IdempotencyConflict(known_id)
             case _:
                 return Submitted(known_id, duplicate=status in ("dup", "idem"))
+
+    async def _check_memory(self, keys: Keys, lane: Lane) -> None:
+        share = await self._memory.share(keys)
+        if share >= (NO_BULK if lane == "bulk" else NO_WORK):
+            raise QueueFull(_MEMORY_WAIT_S, f"the queue's memory is {share:.0%} full")
 
     async def stream(self, request_id: str, after: int = 0, previews: bool = True) -> AsyncGenerator[Event]:
         """Yield the events with seq > `after` up to the terminal one: no gap, no repeat, whoever runs the request.
@@ -308,7 +336,7 @@ class FleetClient:
         }
         length = min(DEFAULT_MAX_TOKENS, room) if max_tokens is None else max_tokens
         return Generate(
-            id=new_request_id(model, random.randrange(card.partitions)),
+            id=new_request_id(model, pick_partition(card.partitions)),
             model=model,
             prompt=tuple(token_ids),
             sampling=Sampling.model_validate(sampling.model_dump() | chosen),

@@ -38,6 +38,10 @@ class OutOfMemory(FleetUnavailable):
     """Redis takes no new work until some has ended; trying again soon would not help."""
 
 
+class NotReplicated(FleetUnavailable):
+    """The write has happened, but fewer replicas than wanted have confirmed it."""
+
+
 class GroupMissing(Exception):
     """The consumer group is gone: Redis has restarted without its data."""
 
@@ -173,6 +177,30 @@ class Link:
     async def run_again(self, script: Script, keys: Sequence[str], args: Sequence[Argument]) -> Any:
         """Run an idempotent script; retried for `RETRY_S`."""
         return await self._retry(lambda: self.run(script, keys, args))
+
+    async def run_waited(
+        self, script: Script, keys: Sequence[str], args: Sequence[Argument], replicas: int, wait_ms: int
+    ) -> Any:
+        """Run an idempotent script that always writes, until `replicas` have what it wrote; retried for `RETRY_S`.
+
+        Raises `NotReplicated` if they are too slow: it has run, and may be run again.
+        """
+        wait = ("WAIT", replicas, wait_ms)
+
+        async def attempt() -> Any:
+            # On one connection, for WAIT counts from that connection's last write.
+            reply, copies = await self.pipeline([evalsha(script, keys, args), wait])
+            if isinstance(reply, exceptions.NoScriptError):
+                command = ("EVAL", script.source, len(keys), *keys, *args)
+                reply, copies = await self.pipeline([command, wait])
+            for answer in (reply, copies):
+                if isinstance(answer, Exception):
+                    raise translate(answer) from answer
+            if copies < replicas:
+                raise NotReplicated(f"only {copies} of {replicas} replicas have it")
+            return reply
+
+        return await self._retry(attempt)
 
     async def pipeline(self, commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
         """Run commands in one round trip, once, in order; replies that are errors are returned as exceptions."""

@@ -5,8 +5,10 @@ one Cluster slot. A request id carries its partition (`r_<model>.<n>_<ulid>`): w
 """
 
 import os
+import random
 import re
 import time
+import zlib
 from dataclasses import dataclass
 
 from shared.commands import Lane
@@ -33,6 +35,11 @@ def partition(model: str, number: int = 0) -> str:
 
 def new_request_id(model: str, number: int = 0) -> str:
     return f"r_{partition(model, number)}_{ulid()}"
+
+
+def pick_partition(count: int, key: str | None = None) -> int:
+    """Return where a new request goes: always to the same partition for one idempotency key, else to any."""
+    return random.randrange(count) if key is None else zlib.crc32(key.encode()) % count
 
 
 def partition_of(request_id: str) -> str:
@@ -82,6 +89,10 @@ class Keys:
 
     def idempotency(self, tenant: str, key: str) -> str:
         return self._name(f"i:{tenant}:{key}")
+
+    def tenant(self, tenant: str) -> str:
+        """Sorted set: ids of a tenant's queued and running requests by their deadline; lives as long as the last."""
+        return self._name(f"t:{tenant}")
 
     def worker(self, worker_id: str) -> str:
         """Hash with the lease's TTL: what one worker announces with each beat."""

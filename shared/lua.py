@@ -24,6 +24,7 @@ _PARTS: dict[str, tuple[str, ...]] = {
     "replay": ("log",),
     "forget_consumers": (),
     "publish_card": (),
+    "memory": (),
     "limit": (),
     "advance": (),
     "renew": (),

@@ -21,6 +21,7 @@ from shared.events import Delta, Event, Failed, Finished, Snapshot, Started, dec
 from shared.keys import GROUP, MODELS, Keys, partition
 from shared.keys import card as card_key
 from shared.lua import script
+from shared.memory import NO_WORK, MemoryGauge
 
 LEASE_MS = 15_000
 MAX_ATTEMPTS = 4
@@ -83,6 +84,7 @@ class WorkerQueue:
         slots: int = 1,
     ) -> None:
         self._link = link
+        self._memory = MemoryGauge(link)
         self._reader = reader
         self._model = model
         self._worker = worker_id
@@ -191,8 +193,8 @@ class WorkerQueue:
         return [Outcome(reply) for reply in replies]
 
     async def preview(self, events: Sequence[Started | Snapshot]) -> None:
-        """Publish what is never stored. Lost without a word while Redis is away: previews are the first to go."""
-        if not events:
+        """Publish what is never stored. Lost without a word while Redis is away or nearly full."""
+        if not events or await self._memory.share(self._partitions[0].keys) >= NO_WORK:
             return
         publishes = [("PUBLISH", Keys.of(event.id).channel(event.id), encode_event(event)) for event in events]
         try:

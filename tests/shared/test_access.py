@@ -16,9 +16,9 @@ from tests.shared.protocol_for_tests import MODEL, block_of, card_of, command_fo
 COMMON = (
     "ping hello client|setinfo client|setname select auth "
     "eval evalsha script|load time exists get set del hget hmget hset hdel hincrby hgetall pexpire "
-    "xadd xack xdel xrange publish"
+    "xadd xack xdel xrange publish info"
 ).split()
-API = "xlen smembers zrange subscribe unsubscribe".split()
+API = "xlen smembers zrange zadd zrem zremrangebyscore zcard pttl xrevrange wait subscribe unsubscribe".split()
 WORKER = (
     "mget sadd zadd zrem zremrangebyscore xreadgroup xautoclaim xclaim xpending xinfo|consumers "
     "xgroup|create xgroup|delconsumer"

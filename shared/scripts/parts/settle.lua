@@ -20,6 +20,11 @@ local function settle(names, group, request, seq, epoch, state, kind, event)
   redis.call('HSET', names.request, 'st', state, 'seq', seq, 'ep', epoch, 't1', now)
   -- A dead letter keeps its command, to be read and replayed.
   if state ~= 'dead' then redis.call('HDEL', names.request, 'in') end
+  local tenant = redis.call('HGET', names.request, 'ten')
+  if tenant then
+    local prefix, id = string.match(names.request, '^(.*:)r:([^:]+)$')
+    redis.call('ZREM', prefix .. 't:' .. tenant, id)
+  end
   if request.eid then
     redis.call('XACK', names.lane, group, request.eid)
     redis.call('XDEL', names.lane, request.eid)
