@@ -9,7 +9,7 @@ import torch
 
 from shared.commands import Generate
 from shared.events import Delta, Failed, Finished
-from tests.goldens import llada, llada2, sdar
+from tests.goldens import dream, fastdllm_v2, llada, llada2, sdar, wedlm
 from tests.goldens.folder import Entry, GoldenFolder, find_folders
 from tests.goldens.passes import Pass, run_pass, to_passes
 from tests.goldens.runs import Run, replay
@@ -21,11 +21,14 @@ from worker.runner import Runner
 
 # How a family's entries become requests.
 FAMILIES: dict[str, Callable[[GoldenFolder, Entry], list[Run]]] = {
+    "dream": dream.to_runs,
+    "fastdllm_v2": fastdllm_v2.to_runs,
     "llada": llada.to_runs,
     "llada_moe": llada.to_runs,
     "llada2": llada2.to_runs,
     "llada21": llada2.to_runs,
     "sdar": sdar.to_runs,
+    "wedlm": wedlm.to_runs,
 }
 # How its forwards become rows, where a family differs.
 PASSES: dict[str, Callable[[GoldenFolder, Entry], list[Pass]]] = {}

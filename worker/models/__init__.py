@@ -12,10 +12,12 @@ from worker.models.checkpoint import Checkpoint, ModelError, read_checkpoint
 from worker.models.layers import ForwardContext
 from worker.models.spec import ModelSpec
 
-__all__ = ["FAMILIES", "Denoiser", "LoadedModel", "ModelError", "load_model"]
+__all__ = ["FAMILIES", "Denoiser", "LoadedModel", "ModelError", "load_checkpoint", "load_model"]
 
 # Keyed by `architectures`, for `model_type` collides: LLaDA-MoE says llada, Stable-DiffCoder says llama.
 FAMILIES = {
+    "DreamModel": "worker.models.dream",
+    "Fast_dLLM_QwenForCausalLM": "worker.models.fastdllm_v2",
     "LLaDA2MoeModelLM": "worker.models.llada2",
     "LLaDAModelLM": "worker.models.llada",
     "LLaDAMoEModelLM": "worker.models.llada_moe",
@@ -25,6 +27,7 @@ FAMILIES = {
     "SDARForCausalLM": "worker.models.sdar",
     "SDARMoeForCausalLM": "worker.models.sdar_moe",
     "StableDiffcoderForCausalLM": "worker.models.stable_diffcoder",
+    "WeDLMForCausalLM": "worker.models.wedlm",
 }
 
 
@@ -68,7 +71,13 @@ def load_model(
     Without a tokenizer.json the whole vocabulary counts as text, unless `need_tokenizer` makes its absence an error.
     Raises `ModelError` if the folder lacks a file, its weights do not fit, or its architecture is unknown.
     """
-    checkpoint = read_checkpoint(Path(folder), need_tokenizer=need_tokenizer)
+    return load_checkpoint(read_checkpoint(Path(folder), need_tokenizer=need_tokenizer), device=device, dtype=dtype)
+
+
+def load_checkpoint(
+    checkpoint: Checkpoint, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> LoadedModel:
+    """Load a checkpoint whose config files are read. Raises `ModelError`."""
     family = _find_family(checkpoint)
     device = torch.device(device)
     spec = family.read_spec(checkpoint)
