@@ -122,3 +122,52 @@ def _decode_together(
 def test_rows_on_the_device_decode_what_a_loop_without_cache_decodes(model, paired, late):
     expected = [_decode_alone(model, prompt, 11) for prompt in PROMPTS]
     assert _decode_together(model, PROMPTS, 11, paired, late) == expected
+
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs exist on a GPU only")
+
+
+def _resting(model: LoadedModel, rows: int, paired: bool) -> StepGraphs:
+    """Return rows with an empty cache, each at the start of its third block."""
+    layout = Layout(BLOCK, 6, PAGE, scratch=rows * 6, paired=paired)
+    nothing = torch.tensor([], dtype=torch.int64, device=DEVICE)
+    graphs = StepGraphs(model, _pages(model, rows * 6 + 1), _barred(model), nothing, layout, rows)
+    for row in range(rows):
+        values = [0] * layout.width
+        values[Field.LIVE], values[Field.START], values[Field.LIMIT] = 1, 2 * BLOCK, 5 * BLOCK
+        values[Field.RULE], values[Field.STEPS] = Rule.STATIC, STEPS
+        values[layout.tokens], values[layout.masked] = [model.spec.mask_token_id] * BLOCK, [1] * BLOCK
+        values[layout.before] = [row + 1] * BLOCK
+        values[layout.table] = range(6 * row, 6 * row + 6)
+        graphs.put(row, values)
+    return graphs
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("paired", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_replayed_graph_does_what_the_step_does_op_by_op(model, paired, dtype, tmp_path):
+    narrow = load_model(write_tiny_model(tmp_path / "model"), device=DEVICE, dtype=dtype)
+    eager, replayed = _resting(narrow, 5, paired), _resting(narrow, 5, paired)
+    replayed.capture([5])
+    for _ in range(9):
+        assert torch.equal(eager.launch(5).read(), replayed.launch(5).read())
+        assert torch.equal(eager.state, replayed.state)
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_no_step_waits_for_the_device(model):
+    graphs = _resting(model, 3, True)
+    graphs.capture([3])
+    state = graphs.state[0].tolist()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        answers = [graphs.launch(3) for _ in range(3)]
+        graphs.put(0, state)
+        answers.append(graphs.launch(3))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(int(answer.read()[:, 0].sum()) > 0 for answer in answers)

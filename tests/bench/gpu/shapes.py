@@ -1,0 +1,107 @@
+"""Models of the real shapes with random weights, and the floors of their steps."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import kernels
+from kernels.moe import Router
+from shared.decoding import LowConfidenceStatic
+from worker.models import LoadedModel
+from worker.models.layers import Decoder, LayerShape, MoeMLP, MoeShape
+from worker.models.spec import Attention as Visibility
+from worker.models.spec import ModelSpec
+
+BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model, and what its step must read and compute (performance.md section 6)."""
+
+    name: str
+    layer: LayerShape
+    layers: int
+    vocab: int
+    weights: float
+    """Parameters read by every step."""
+    active: float
+    """Parameters that a token is multiplied by."""
+
+    @property
+    def kv_bytes(self) -> int:
+        return 2 * 2 * self.layers * self.layer.num_kv_heads * self.layer.head_dim
+
+    def touched(self, tokens: int) -> float:
+        """Parameters read by a step of `tokens` rows that route independently."""
+        moe = self.layer.moe
+        if moe is None:
+            return self.weights
+        met = moe.experts * (1 - (1 - moe.router.top_k / moe.experts) ** tokens)
+        return self.weights + (self.layers - len(moe.dense_layers)) * met * 3 * self.layer.hidden_size * moe.inner
+
+    def floor_ms(self, rows: int, query: int, context: int, bandwidth: float, matrix: float) -> tuple[float, float]:
+        """Return the times to move the bytes and to do the arithmetic of rows of `query` positions."""
+        tokens = rows * query
+        moved = 2 * self.touched(tokens) + rows * (context + query) * self.kv_bytes
+        attention = 4 * self.layers * self.layer.num_heads * self.layer.head_dim * (context + query) * tokens
+        return moved / bandwidth * 1e3, (2 * self.active * tokens + attention) / matrix * 1e3
+
+
+SDAR_8B = Shape("SDAR-8B", LayerShape(4096, 32, 8, 128, 12288, 1e-6, head_norm=True), 36, 151936, 7.568e9, 7.568e9)
+LLADA_8B = Shape("LLaDA-8B", LayerShape(4096, 32, 32, 128, 12288, 1e-5), 32, 126464, 7.497e9, 7.497e9)
+_EXPERTS = MoeShape(256, 512, Router(8, "sigmoid", 8, 4, True, 2.5), 512, True, frozenset({0}))
+LLADA2_MINI = Shape(
+    "LLaDA2-mini",
+    LayerShape(2048, 16, 4, 128, 5120, 1e-6, head_norm=True, rotary_dim=64, moe=_EXPERTS),
+    20,
+    157184,
+    0.633e9,
+    1.111e9,
+)
+SHAPES = {shape.name: shape for shape in (SDAR_8B, LLADA_8B, LLADA2_MINI)}
+
+
+def _scatter_routing(mlp: MoeMLP) -> None:
+    """Let tokens route by fixed random scores: all masks of a random model would go to the same few experts."""
+    scores = torch.randn(8192, mlp.router.shape[0], device=mlp.router.device)
+
+    def forward(x: Tensor) -> Tensor:
+        logits = torch.add(scores[: x.shape[0]], F.linear(x.float(), mlp.router), alpha=1e-3)
+        ids, weights = kernels.route(logits, mlp.rule, mlp.selection_bias)
+        routed = kernels.experts(x, ids, weights, mlp.gate_up, mlp.down)
+        return routed if mlp.shared is None else routed + mlp.shared.forward(x)
+
+    mlp.forward = forward
+
+
+def random_model(shape: Shape, device: torch.device) -> LoadedModel:
+    module = Decoder(shape.layer, shape.layers, shape.vocab, 1e6, False, device=device, dtype=BF16)
+    for layer in module.layers:
+        if isinstance(layer.mlp, MoeMLP):
+            _scatter_routing(layer.mlp)
+    for name, parameter in module.named_parameters():
+        if "norm" in name:
+            parameter.fill_(1.0)
+        elif "bias" not in name:
+            parameter.normal_(0, 0.02)
+    layer = shape.layer
+    spec = ModelSpec(
+        family="random",
+        attention=Visibility.BLOCK_CAUSAL,
+        vocab_size=shape.vocab,
+        text_vocab_size=shape.vocab,
+        mask_token_id=shape.vocab - 1,
+        stop_token_ids=(),
+        block_length=32,
+        max_model_len=4096,
+        num_layers=shape.layers,
+        hidden_size=layer.hidden_size,
+        num_heads=layer.num_heads,
+        num_kv_heads=layer.num_kv_heads,
+        head_dim=layer.head_dim,
+        decoding=LowConfidenceStatic(),
+    )
+    return LoadedModel(spec, module.eval(), device, BF16)
