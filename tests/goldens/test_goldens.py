@@ -9,7 +9,7 @@ import torch
 
 from shared.commands import Generate
 from shared.events import Delta, Failed, Finished
-from tests.goldens import dream, fastdllm_v2, llada, llada2, sdar, wedlm
+from tests.goldens import dream, fastdllm_v2, llada, llada2, nemotron, sdar, wedlm
 from tests.goldens.folder import Entry, GoldenFolder, find_folders
 from tests.goldens.passes import Pass, run_pass, to_passes
 from tests.goldens.runs import Run, replay
@@ -27,11 +27,12 @@ FAMILIES: dict[str, Callable[[GoldenFolder, Entry], list[Run]]] = {
     "llada_moe": llada.to_runs,
     "llada2": llada2.to_runs,
     "llada21": llada2.to_runs,
+    "nemotron_labs_diffusion": nemotron.to_runs,
     "sdar": sdar.to_runs,
     "wedlm": wedlm.to_runs,
 }
 # How its forwards become rows, where a family differs.
-PASSES: dict[str, Callable[[GoldenFolder, Entry], list[Pass]]] = {}
+PASSES: dict[str, Callable[[GoldenFolder, Entry], list[Pass]]] = {"nemotron_labs_diffusion": nemotron.to_passes}
 FOLDERS = find_folders()
 # What the data's README promises of another float32 implementation.
 LOGIT_TOLERANCE = 1e-4

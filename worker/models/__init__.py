@@ -24,6 +24,7 @@ FAMILIES = {
     "LlamaForCausalLM": "worker.models.autoregressive",
     "Qwen2ForCausalLM": "worker.models.autoregressive",
     "Qwen3ForCausalLM": "worker.models.autoregressive",
+    "NemotronLabsDiffusionModel": "worker.models.nemotron",
     "SDARForCausalLM": "worker.models.sdar",
     "SDARMoeForCausalLM": "worker.models.sdar_moe",
     "StableDiffcoderForCausalLM": "worker.models.stable_diffcoder",

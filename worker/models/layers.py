@@ -59,6 +59,12 @@ class ForwardContext:
     """[tokens] int64: rotary positions."""
     kv: tuple[tuple[Tensor, Tensor], ...]
     """For each layer the pages of keys and of values, [pages, page_size, kv_heads, head_dim]."""
+    near: AttentionPlan | None = None
+    """What layers with a sliding window see."""
+    encodes: Tensor | None = None
+    """[tokens] bool: text that is read; the others are a canvas (DiffusionGemma)."""
+    condition: Tensor | None = None
+    """[tokens, hidden]: what a canvas's tokens are conditioned on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,8 @@ class Rotation:
 
     cos: Tensor
     sin: Tensor
+    query: Tensor | None = None
+    """[tokens, 1, 1]: factor of the queries."""
 
 
 def empty_parameter(*shape: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
@@ -108,10 +116,15 @@ class Rotary(nn.Module):
         super().__init__()
         self.dtype = dtype
         rope = rope if isinstance(rope, RopeShape) else RopeShape(rope)
+        self.rope = rope
         self.register_buffer("inv_freq", rope.frequencies(width, device), persistent=False)
 
     def forward(self, positions: Tensor) -> Rotation:
-        return Rotation(*rope_tables(positions, self.inv_freq, self.dtype))
+        cos, sin = rope_tables(positions, self.inv_freq, self.dtype)
+        if self.rope.amplitude != 1:
+            cos, sin = cos * self.rope.amplitude, sin * self.rope.amplitude
+        scale = self.rope.query_scale
+        return Rotation(cos, sin, None if scale is None else scale.at(positions).to(self.dtype)[:, None, None])
 
 
 class Attention(nn.Module):
@@ -138,6 +151,8 @@ class Attention(nn.Module):
         k_pages, v_pages = context.kv[self.layer]
         slots = context.attention.slots
         q = kernels.rope_write(qkv, rotation.cos, rotation.sin, self.head_norm, self.shape.eps, k_pages, v_pages, slots)
+        if rotation.query is not None:
+            q = q * rotation.query
         mixed = kernels.attention(q, k_pages, v_pages, context.attention, self.scale)
         return self.out.forward(mixed.reshape(x.shape[0], -1))
 

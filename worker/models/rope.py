@@ -36,11 +36,52 @@ class LinearScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """Slow pairs turn `factor` times slower, fast ones as before, with a ramp over the pairs between (YaRN, 2309.00071).
+
+    Fast are those that turn more than `beta_fast` times over the original length, slow less than `beta_slow` times.
+    """
+
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    original_length: int
+    theta: float
+
+    def apply(self, inv_freq: Tensor) -> Tensor:
+        pairs = len(inv_freq)
+        first = max(math.floor(self._pair(self.beta_fast, pairs)), 0)
+        last = min(math.ceil(self._pair(self.beta_slow, pairs)), 2 * pairs - 1)
+        place = torch.arange(pairs, dtype=torch.float32, device=inv_freq.device)
+        slow = ((place - first) / max(last - first, 0.001)).clamp(0, 1)
+        return inv_freq / self.factor * slow + inv_freq * (1 - slow)
+
+    def _pair(self, turns: float, pairs: int) -> float:
+        """Return the (fractional) pair that turns this often over the original length."""
+        return pairs * math.log(self.original_length / (turns * 2 * math.pi)) / math.log(self.theta)
+
+
+@dataclass(frozen=True, slots=True)
+class QueryScale:
+    """Queries far out grow by 1 + beta * log(1 + floor(position / length)), so that attention stays sharp (Llama 4)."""
+
+    beta: float
+    length: int
+
+    def at(self, positions: Tensor) -> Tensor:
+        """Return [tokens] float32."""
+        return 1 + self.beta * torch.log1p((positions // self.length).float())
+
+
+@dataclass(frozen=True, slots=True)
 class RopeShape:
     """How the heads of a checkpoint are rotated."""
 
     theta: float
-    scaling: Llama3Scaling | LinearScaling | None = None
+    scaling: Llama3Scaling | LinearScaling | YarnScaling | None = None
+    amplitude: float = 1.0
+    """Factor of cosines and sines (YaRN's attention factor)."""
+    query_scale: QueryScale | None = None
 
     def frequencies(self, width: int, device: torch.device) -> Tensor:
         """Return [width / 2] float32: by how much each pair of a rotated part of `width` turns from token to token."""
@@ -72,9 +113,32 @@ def read_rope(checkpoint: Checkpoint) -> RopeShape:
                 int(_number(checkpoint, parameters, "original_max_position_embeddings")),
             )
             return RopeShape(float(theta), scaling)
+        case "yarn":
+            return _read_yarn(checkpoint, parameters, float(theta))
         case _:
-            known = "'default', 'linear' and 'llama3'"
+            known = "'default', 'linear', 'llama3' and 'yarn'"
             raise _refused(checkpoint, "rope_scaling", f"rope type {kind!r} is not supported, only {known}")
+
+
+def _read_yarn(checkpoint: Checkpoint, parameters: dict[str, Any], theta: float) -> RopeShape:
+    factor = _number(checkpoint, parameters, "factor")
+    length = int(_number(checkpoint, parameters, "original_max_position_embeddings"))
+    scaling = YarnScaling(
+        factor=factor,
+        beta_fast=float(parameters.get("beta_fast") or 32),
+        beta_slow=float(parameters.get("beta_slow") or 1),
+        original_length=length,
+        theta=theta,
+    )
+
+    def magnitude(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    amplitude, scale, scale_all = (parameters.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim"))
+    if amplitude is None:
+        amplitude = magnitude(scale) / magnitude(scale_all) if scale and scale_all else magnitude(1.0)
+    beta = parameters.get("llama_4_scaling_beta")
+    return RopeShape(theta, scaling, float(amplitude), QueryScale(float(beta), length) if beta else None)
 
 
 def _number(checkpoint: Checkpoint, parameters: dict[str, Any], key: str) -> float:
