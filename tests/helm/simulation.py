@@ -165,8 +165,10 @@ class Simulation:
                 del worker.held[request_id]
         if worker.leaving_at is not None:
             if self.now >= worker.leaving_at or not worker.held:
-                for claim, _ in worker.held.values():
+                for claim, ends in worker.held.values():
                     await worker.queue.hand_back(claim.id, claim.epoch)
+                    # The next owner goes on from the last committed block.
+                    self.jobs[claim.id].takes_s = ends - self.now
                 self.workers.remove(worker)
                 await worker.queue.close()
         elif self.now >= worker.ready_at and len(worker.held) < worker.slots:

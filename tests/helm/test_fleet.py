@@ -87,7 +87,7 @@ def values(redis_port: int, served: str, **pool: object) -> Object:
                 "model": {"name": served, "path": "demo-nano"},
                 "replicas": 2,
                 "maxRows": 8,
-                "settings": {"threads": 1, "lease_ms": 1000, "log_format": "text"},
+                "settings": {"threads": 1, "lease_ms": 2500, "log_format": "text"},
                 "startup": {"periodSeconds": 1, "budgetSeconds": 120},
                 "drain": {"seconds": 1},
                 "terminationGracePeriodSeconds": 30,
