@@ -1,8 +1,8 @@
-"""One machine's fleet: a Redis server, the api and workers as child processes, watched until they are told to stop.
+"""One machine's fleet: a Redis server, the api, workers and jobs as child processes, watched until told to stop.
 
-The order is server, api and workers up; workers (they drain), api, server down. A child that dies while serving is
-started again after a growing pause, a bounded number of times. Everything that the fleet writes lies in one data
-folder, which one fleet at a time may use.
+The order is server, api, workers and jobs up; workers (they drain) and jobs, api, server down. A child that dies while
+serving is started again after a growing pause, a bounded number of times. Everything that the fleet writes lies in one
+data folder, which one fleet at a time may use.
 """
 
 import asyncio
@@ -29,6 +29,7 @@ _STABLE_S = 60.0
 _MAX_FAILURES = 5
 _API_DRAIN_S = 2.0
 _STOP_SPARE_S = 10.0
+_LOCAL_BATCH_CONCURRENCY = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +169,11 @@ class LocalFleet:
                 flags["threads"] = max(1, (os.cpu_count() or 1) // options.workers)
             recipe = Recipe(f"worker {number}", "worker", tuple(flags_of(flags)), tuple(env))
             members.append(_Member(recipe, self.logs / f"worker-{number}.log", _exists(ready_file)))
+        # Last: batches wait without harm until it is there.
+        jobs_flags = flags_of({"batch-concurrency": _LOCAL_BATCH_CONCURRENCY})
+        members.append(
+            _Member(Recipe("jobs", "api.jobs", tuple(jobs_flags), tuple(env)), self.logs / "jobs.log", _at_once)
+        )
         return members
 
     async def _spawn(self, member: _Member) -> Child:
@@ -240,6 +246,7 @@ class LocalFleet:
     async def _stop(self) -> None:
         """Workers first: they hand back over the server what they cannot finish. Then the api, then the server."""
         self.stopping = True
+        # The jobs are among the workers: what they have begun goes on in the queue.
         api, workers = self._members[:1], self._members[1:]
         for members, name, grace_s in (
             (workers, "workers", self._options.drain_s + _STOP_SPARE_S),
@@ -256,6 +263,10 @@ class LocalFleet:
             with self._reporter.phase("stopping the embedded server", "embedded server stopped"):
                 self._server.stop()
         self._exit.close()
+
+
+async def _at_once() -> bool:
+    return True
 
 
 def _exists(path: Path) -> Callable[[], Awaitable[bool]]:

@@ -44,10 +44,16 @@ if mode != "never ready":
 time.sleep(600)
 """
 
+JOBS = """
+import time
+time.sleep(600)
+"""
+
 
 @pytest.fixture(autouse=True)
 def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, code in {"api": API, "worker": WORKER}.items():
+    for name, code in {"api/__main__": API, "api/jobs": JOBS, "worker": WORKER}.items():
+        (tmp_path / f"{name}.py").parent.mkdir(exist_ok=True)
         (tmp_path / f"{name}.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("ORDER", str(tmp_path / "order"))
@@ -96,7 +102,7 @@ async def test_everything_starts_and_stops_workers_first(options: LocalFleetOpti
     out = io.StringIO()
     async with LocalFleet(options, Reporter(out)) as fleet:
         pids = fleet.pids
-        assert len(pids) == 3 and all(map(alive, pids))
+        assert len(pids) == 4 and all(map(alive, pids))
         assert not (tmp_path / "order").exists()
     assert not any(map(alive, pids))
     assert (tmp_path / "order").read_text().split() == ["worker", "worker", "api"]
@@ -135,7 +141,7 @@ async def test_a_worker_that_never_becomes_ready_ends_the_start(
 async def test_a_killed_worker_is_started_again_and_told(options: LocalFleetOptions) -> None:
     out = io.StringIO()
     async with LocalFleet(options, Reporter(out)) as fleet, watching(fleet):
-        api, worker, other = fleet.pids
+        api, worker, other, _ = fleet.pids
         os.kill(worker, signal.SIGKILL)
         await until(out, "worker 1 ready again")
         assert "worker 1 was ended by SIGKILL; restarting in 0.5 s" in out.getvalue()

@@ -36,7 +36,7 @@ def test_it_answers_serves_and_leaves_nothing_behind(tiny_model: Path, short_fol
     up = Up(short_folder, tiny_model, "--prompt", "Once upon a time", "--workers", "2")
     put_down.append(up)
     up.wait_serving()
-    assert len(up.family()) == 5  # itself, server, api, two workers
+    assert len(up.family()) == 6  # itself, server, api, two workers, jobs
     assert httpx.get(f"{up.url}/health/ready", trust_env=False).status_code == 200
     port = urlsplit(up.url).port
     assert port is not None
