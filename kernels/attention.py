@@ -40,6 +40,8 @@ class AttentionPlan:
     page_table: Tensor
     """[rows, pages of the longest row] int32, padded with 0."""
     groups: tuple[RowGroup, ...]
+    visible_start: Tensor | None = None
+    """[tokens] int32: positions before it are hidden; None: nothing is."""
 
 
 def plan_attention(
@@ -50,10 +52,12 @@ def plan_attention(
     *,
     device: torch.device,
     dtype: torch.dtype,
+    visible_start: Sequence[Sequence[int]] | None = None,
 ) -> AttentionPlan:
     """Lay out one step: row r asks for positions starts[r].. and sees pages[r] up to visible_end[r][i].
 
-    The pages of a row cover every position that it writes or sees. `dtype` is that of the keys.
+    The pages of a row cover every position that it writes or sees. `dtype` is that of the keys. With `visible_start`
+    the i-th query of row r sees nothing before visible_start[r][i] (sliding windows).
     """
     lengths = [len(ends) for ends in visible_end]
     offsets = [0]
@@ -62,6 +66,9 @@ def plan_attention(
     width = max(map(len, pages))
     table = torch.tensor([[*row, *[0] * (width - len(row))] for row in pages], dtype=torch.int64)
     ends = torch.tensor([end for row in visible_end for end in row], dtype=torch.int64)
+    begins = None
+    if visible_start is not None:
+        begins = torch.tensor([start for row in visible_start for start in row], dtype=torch.int64)
     within = torch.arange(offsets[-1])
     row_of = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     position = within + (torch.tensor(starts) - torch.tensor(offsets[:-1]))[row_of]
@@ -72,7 +79,8 @@ def plan_attention(
         # Contexts of one group are padded to the longest: a power of two bounds the padding to half.
         members.setdefault((lengths[row], max(row_ends).bit_length()), []).append(row)
     groups = tuple(
-        _group(rows, lengths, offsets, ends, table, pages, page_size, device, dtype) for rows in members.values()
+        _group(rows, lengths, offsets, ends, begins, table, pages, page_size, device, dtype)
+        for rows in members.values()
     )
     return AttentionPlan(
         slots=written.to(device),
@@ -80,6 +88,7 @@ def plan_attention(
         visible_end=ends.to(device, torch.int32),
         page_table=table.to(device, torch.int32),
         groups=groups,
+        visible_start=None if begins is None else begins.to(device, torch.int32),
     )
 
 
@@ -88,6 +97,7 @@ def _group(
     lengths: list[int],
     offsets: list[int],
     ends: Tensor,
+    begins: Tensor | None,
     table: Tensor,
     pages: Sequence[Sequence[int]],
     page_size: int,
@@ -98,24 +108,31 @@ def _group(
     adjacent = rows[-1] - rows[0] == len(rows) - 1 and len(set(lengths[rows[0] : rows[-1] + 1])) == 1
     if adjacent:
         tokens: Tensor | slice = slice(offsets[rows[0]], offsets[rows[-1] + 1])
-        seen = ends[tokens].view(len(rows), query)
+        picked = tokens
     else:
-        first = torch.tensor([offsets[row] for row in rows])
-        tokens = (first[:, None] + torch.arange(query)).view(-1)
-        seen = ends[tokens].view(len(rows), query)
-        tokens = tokens.to(device)
+        offset = torch.tensor([offsets[row] for row in rows])
+        picked = (offset[:, None] + torch.arange(query)).view(-1)
+        tokens = picked.to(device)
+    seen = ends[picked].view(len(rows), query)
     longest = seen.amax(1)
-    context = int(longest.max())
-    position = torch.arange(context)
-    hidden = position >= seen[:, :, None]
+    first = torch.zeros_like(longest)
+    if begins is not None:
+        # What no query of a row sees is not even gathered.
+        first = begins[picked].view(len(rows), query).amin(1)
+    context = int((longest - first).max())
+    position = first[:, None] + torch.arange(context)
+    hidden = position[:, None] >= seen[:, :, None]
+    if begins is not None:
+        hidden |= position[:, None] < begins[picked].view(len(rows), query)[:, :, None]
     bias = None
     if bool(hidden.any()):
         bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))[:, None].to(device)
 
-    numbers = pages[rows[0]]
-    used = (context + page_size - 1) // page_size
-    if len(rows) == 1 and all(numbers[i] == numbers[0] + i for i in range(used)):
-        slots: Tensor | slice = slice(numbers[0] * page_size, numbers[0] * page_size + context)
+    numbers, skipped = pages[rows[0]], int(first[0])
+    used = range(skipped // page_size, (skipped + context + page_size - 1) // page_size)
+    if len(rows) == 1 and all(numbers[i] == numbers[0] + i for i in used):
+        begin = numbers[0] * page_size + skipped
+        slots: Tensor | slice = slice(begin, begin + context)
     else:
         # Padding repeats the row's last visible slot: a slot behind it may hold another request's leftovers, and even
         # with weight zero a NaN would spread.

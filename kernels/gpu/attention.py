@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention import AttentionPlan
-from kernels.gpu.overlap import overlap_options, release_next, wait_for_inputs
+from kernels.attention import attention as reference
+from kernels.gpu.overlap import overlap_options, wait_for_inputs
 
 _LOG2_E = 1.4426950408889634
 _MAX_SPLITS = 16
@@ -28,9 +29,15 @@ class Tile:
     """Keys taken in at once."""
     warps: int
     stages: int
+    ahead: bool = False
+    """Read page numbers a round ahead, so that keys and values have their addresses when it is time to ask for them:
+    three buffers then fill while one is used, instead of one."""
 
 
 def attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+    if plan.visible_start is not None:
+        # Sliding windows hide the beginning of a context, which this kernel cannot.
+        return reference(q, k_pages, v_pages, plan, scale)
     tokens, heads, head_dim = q.shape
     _, page_size, kv_heads, kv_dim = k_pages.shape
     if heads % kv_heads or kv_dim != head_dim or v_pages.shape != k_pages.shape:
@@ -100,6 +107,7 @@ def attend(
         BLOCK_N=tile.block_n,
         BLOCK_D=block_d,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        AHEAD=tile.ahead,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **options,
@@ -122,13 +130,14 @@ def attend(
 
 def choose_tile(packed: int, head_dim: int, element_size: int) -> Tile:
     """Return a tile by what fits 227 KiB of shared memory."""
-    block_m = min(128, max(16, triton.next_power_of_2(packed)))
+    block_m = 16 if packed <= 16 else 64
     if element_size > 2:
         # float32 is for comparisons; its products do not run on the matrix units.
         return Tile(min(block_m, 32), 32, 4, 1)
     if head_dim > 128:
-        return Tile(min(block_m, 64), 32, 4, 2)
-    return Tile(block_m, 64, 8 if block_m == 128 else 4, 3)
+        return Tile(block_m, 32, 4, 2)
+    # Two programs of 64 rows on a multiprocessor hide each other's softmax better than one of 128.
+    return Tile(block_m, 64, 4, 3)
 
 
 def choose_splits(programs: int, context_tiles: int, device: torch.device) -> int:
@@ -172,9 +181,9 @@ def _attend(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
+    AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    release_next(OVERLAP)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     row = tl.program_id(0) // tiles
     # The last tile of a row sees most: it starts first.
@@ -207,14 +216,27 @@ def _attend(
     best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     mass = tl.zeros((BLOCK_M,), tl.float32)
     mixed = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    lane = tl.arange(0, BLOCK_N)
+    if AHEAD:
+        ahead = tl.load(pages + (begin + lane) // PAGE, mask=begin + lane < top, other=0)
     for n in range(begin, clear, BLOCK_N):
+        if AHEAD:
+            page = ahead
+            ahead = tl.load(pages + (n + BLOCK_N + lane) // PAGE, mask=n + BLOCK_N + lane < top, other=0)
+        else:
+            page = tl.load(pages + (n + lane) // PAGE)
         best, mass, mixed = _take_in(
-            best, mass, mixed, q, k_ptr, v_ptr, pages, n, kv_head, ends, top, scale,
+            best, mass, mixed, q, k_ptr, v_ptr, page, n, kv_head, ends, top, scale,
             KV_HEADS, HEAD_DIM, PAGE, BLOCK_N, BLOCK_D, PRECISION, False,
         )  # fmt: skip
     for n in range(clear, stop, BLOCK_N):
+        if AHEAD:
+            page = ahead
+            ahead = tl.load(pages + (n + BLOCK_N + lane) // PAGE, mask=n + BLOCK_N + lane < top, other=0)
+        else:
+            page = tl.load(pages + (n + lane) // PAGE, mask=n + lane < top, other=0)
         best, mass, mixed = _take_in(
-            best, mass, mixed, q, k_ptr, v_ptr, pages, n, kv_head, ends, top, scale,
+            best, mass, mixed, q, k_ptr, v_ptr, page, n, kv_head, ends, top, scale,
             KV_HEADS, HEAD_DIM, PAGE, BLOCK_N, BLOCK_D, PRECISION, True,
         )  # fmt: skip
 
@@ -238,7 +260,7 @@ def _take_in(
     q,
     k_ptr,
     v_ptr,
-    pages,
+    page,
     n,
     kv_head,
     ends,
@@ -255,15 +277,11 @@ def _take_in(
     """Add BLOCK_N keys from n on to the running softmax; EDGE: some query does not see all of them."""
     position = n + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
-    if EDGE:
-        # A slot behind the last visible one may hold anything, NaN included: it is not even read.
-        page = tl.load(pages + position // PAGE, mask=position < top, other=0)
-    else:
-        page = tl.load(pages + position // PAGE)
     slot = (page.to(tl.int64) * PAGE + position % PAGE) * (KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
     k_place = k_ptr + slot[None, :] + d[:, None]
     v_place = v_ptr + slot[:, None] + d[None, :]
     if EDGE or HEAD_DIM != BLOCK_D:
+        # A slot behind the last visible one may hold anything, NaN included: it is not even read.
         known = position < top
         k = tl.load(k_place, mask=known[None, :] & (d < HEAD_DIM)[:, None], other=0.0)
         v = tl.load(v_place, mask=known[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
@@ -299,7 +317,6 @@ def _merge(
     BLOCK_D: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    release_next(OVERLAP)
     pair = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
     pairs = tokens.to(tl.int64) * HEADS
     split = tl.arange(0, SPLITS)

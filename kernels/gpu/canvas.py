@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.canvas import Field, Layout, Query, Rule
-from kernels.gpu.overlap import overlap_options, release_next, wait_for_inputs
+from kernels.gpu.overlap import overlap_options, wait_for_inputs
 
 _FIELDS = tl.constexpr(len(Field))
 _LIVE = tl.constexpr(int(Field.LIVE))
@@ -75,7 +75,6 @@ def _ask(
     BLOCK_Q: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    release_next(OVERLAP)
     row = tl.program_id(0)
     i = tl.arange(0, BLOCK_Q)
     inside = i < QUERY
@@ -148,7 +147,6 @@ def _advance(
     BLOCK_S: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    release_next(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK_S)
     inside = i < BLOCK

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.overlap import overlap_options, release_next, wait_for_inputs
+from kernels.gpu.overlap import overlap_options, wait_for_inputs
 
 
 def kv_write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
@@ -52,7 +52,6 @@ def _kv_write(
     BLOCK_D: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    release_next(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, BLOCK_H)[:, None]
     component = tl.arange(0, BLOCK_D)[None, :]

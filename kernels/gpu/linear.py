@@ -15,13 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.overlap import overlap_options, prefetch_rows, release_next, wait_for_inputs
+from kernels.gpu.overlap import overlap_options, wait_for_inputs
 from kernels.gpu.swiglu import swiglu
 
-# Above this cuBLAS, whose tiles reuse what they load, is as fast or faster (docs/benchmarks).
-MAX_TOKENS = 64
-# Weights of a row that are asked for in advance: 1 KiB.
-_PREFETCH = 512
+# Up to here streaming is as fast as cuBLAS or faster (docs/benchmarks): where the gate is fused or the output is wide,
+# and for narrow outputs, whose programs have to share a tile.
+_MAX_TOKENS_WIDE = 64
+_MAX_TOKENS_NARROW = 32
+_WIDE_TILES = 160
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,31 +37,32 @@ class Tiling:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if not _streams(x, weight):
+    if not _streams(x, weight, gated=False):
         return F.linear(x, weight, bias)
     return stream(x, weight, bias, choose_tiling(weight.shape[0], x.shape[1], x.shape[0], gated=False), gated=False)
 
 
 def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
-    if not _streams(x, weight):
+    if not _streams(x, weight, gated=True):
         return swiglu(F.linear(x, weight))
     inner = weight.shape[0] // 2
     return stream(x, weight, None, choose_tiling(inner, x.shape[1], x.shape[0], gated=True), gated=True)
 
 
-def _streams(x: Tensor, weight: Tensor) -> bool:
-    tokens = x.shape[0]
-    return 0 < tokens <= MAX_TOKENS and x.dtype in (torch.bfloat16, torch.float16) and weight.is_contiguous()
+def _streams(x: Tensor, weight: Tensor, *, gated: bool) -> bool:
+    wide = gated or weight.shape[0] >= 64 * _WIDE_TILES
+    limit = _MAX_TOKENS_WIDE if wide else _MAX_TOKENS_NARROW
+    return 0 < x.shape[0] <= limit and x.dtype in (torch.bfloat16, torch.float16) and weight.is_contiguous()
 
 
 def choose_tiling(columns: int, inputs: int, tokens: int, *, gated: bool) -> Tiling:
-    """Return a tiling that keeps two to three programs for each multiprocessor in flight."""
-    block_n = 64
-    tiles = triton.cdiv(columns, block_n)
-    splits = 1
-    while tiles * splits < 192 and inputs // (splits * 2) >= 512 and splits < 8:
-        splits *= 2
-    return Tiling(block_n, 64 if gated else 128, splits, 4, 4 if gated else 3)
+    """Return a tiling with one to two programs for each multiprocessor, and some 100 KiB of each on the way."""
+    tiles = triton.cdiv(columns, 64)
+    if gated and tokens > 32:
+        return Tiling(64, 64, 1, 4, 4)
+    if gated or tiles >= _WIDE_TILES or inputs < 1024:
+        return Tiling(64, 128, 1, 4, 3)
+    return Tiling(64, 128, 2, 4, 3) if tiles >= 96 else Tiling(64, 64, 2, 4, 6)
 
 
 def stream(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Tiling, *, gated: bool) -> Tensor:
@@ -99,7 +101,7 @@ def stream(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Tiling, *, ga
         SPLITS=tiling.splits,
         BIAS=bias is not None,
         GATED=gated,
-        EVEN=columns % tiling.block_n == 0 and inputs % (tiling.block_k * tiling.splits) == 0 and share >= _PREFETCH,
+        EVEN=columns % tiling.block_n == 0 and inputs % (tiling.block_k * tiling.splits) == 0,
         BLOCK_M=block_m,
         BLOCK_N=tiling.block_n,
         BLOCK_K=tiling.block_k,
@@ -138,7 +140,6 @@ def _stream(
     BLOCK_K: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    release_next(OVERLAP)
     tile = tl.program_id(0)
     split = tl.program_id(1)
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -152,12 +153,6 @@ def _stream(
 
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     acc_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    if OVERLAP and EVEN:
-        # The memory would idle while the kernels before this one attend and norm.
-        ahead = weight_ptr + n.to(tl.int64) * inputs + begin
-        prefetch_rows(ahead)
-        if GATED:
-            prefetch_rows(ahead + gate_offset)
     wait_for_inputs(OVERLAP)
     for start in range(begin, stop, BLOCK_K):
         if EVEN:

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.overlap import overlap_options, release_next, wait_for_inputs
+from kernels.gpu.overlap import overlap_options, wait_for_inputs
 
 _BLOCK_M = 16
 _BLOCK_N = 128
@@ -69,7 +69,6 @@ def _shrink(
     BLOCK_K: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    release_next(OVERLAP)
     m = tl.program_id(0) * TOKENS_AT_ONCE + tl.arange(0, TOKENS_AT_ONCE)
     r = tl.arange(0, BLOCK_R)
     wait_for_inputs(OVERLAP)
@@ -112,7 +111,6 @@ def _expand(
     BLOCK_N: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    release_next(OVERLAP)
     m = tl.program_id(0) * TOKENS_AT_ONCE + tl.arange(0, TOKENS_AT_ONCE)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     r = tl.arange(0, BLOCK_R)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.overlap import overlap_options, release_next, wait_for_inputs
+from kernels.gpu.overlap import overlap_options, wait_for_inputs
 from kernels.moe import Router
 
 
@@ -108,7 +108,6 @@ def _vote(
     BIASED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    release_next(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     wait_for_inputs(OVERLAP)
     block = tl.load(blocks_ptr + token)
@@ -144,7 +143,6 @@ def _route(
     PADDED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    release_next(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     wait_for_inputs(OVERLAP)
     score, choice, expert, real = _score(
@@ -273,7 +271,6 @@ def _collect(
     ids_ptr, members_ptr, counts_ptr, pairs, tokens, TOP_K: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
 ):
     """List the (token, choice) pairs of one expert, in order of tokens."""
-    release_next(OVERLAP)
     expert = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     count = 0
@@ -299,7 +296,6 @@ def _number_tiles(
     OVERLAP: tl.constexpr,
 ):
     """Number the tiles of all experts in a row; tiles that do not exist belong to expert -1."""
-    release_next(OVERLAP)
     expert = tl.arange(0, BLOCK_E)
     wait_for_inputs(OVERLAP)
     sizes = tl.load(counts_ptr + expert, mask=expert < count, other=0)
@@ -337,7 +333,6 @@ def _project(
     OVERLAP: tl.constexpr,
 ):
     """One tile of an expert's product: swiglu of x if GATED, else the share of each pair times its product."""
-    release_next(OVERLAP)
     wait_for_inputs(OVERLAP)
     expert = tl.load(tile_expert_ptr + tl.program_id(1))
     if expert < 0:
@@ -382,7 +377,6 @@ def _combine(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    release_next(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, BLOCK_K)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

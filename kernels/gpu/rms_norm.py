@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.overlap import overlap_options, release_next, wait_for_inputs
+from kernels.gpu.overlap import overlap_options, wait_for_inputs
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -57,7 +57,6 @@ def _rms_norm(
     ADD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    release_next(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < hidden

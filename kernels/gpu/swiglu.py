@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.overlap import overlap_options, release_next, wait_for_inputs
+from kernels.gpu.overlap import overlap_options, wait_for_inputs
 
 _BLOCK = 1024
 
@@ -27,7 +27,6 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 @triton.jit
 def _swiglu(gate_up_ptr, out_ptr, stride, inner, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
-    release_next(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.noise import gumbel, hash_key
-from kernels.gpu.overlap import overlap_options, release_next, wait_for_inputs
+from kernels.gpu.overlap import overlap_options, wait_for_inputs
 from kernels.token_stats import Filters, Noise, Proposals
 
 _BLOCK = 4096
@@ -171,7 +171,6 @@ def _reduce(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    release_next(OVERLAP)
     row = tl.program_id(0)
     part = tl.program_id(1)
     lane = tl.arange(0, BLOCK)
@@ -278,7 +277,6 @@ def _merge(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    release_next(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK)
     inside = part < splits

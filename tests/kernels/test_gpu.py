@@ -32,6 +32,7 @@ import kernels.gpu.rope
 import kernels.gpu.swiglu
 import kernels.gpu.token_stats
 from kernels.attention import attention
+from kernels.gpu.attention import Tile, attend
 from kernels.kv_write import kv_write
 from kernels.linear import gated_linear, linear
 from kernels.lora import lora
@@ -140,6 +141,21 @@ def test_attention_agrees_and_never_reads_what_no_query_sees(dtype, case: Attent
     # The reference multiplies hidden values by zero, so for it they must be finite.
     wide = attention(q.float(), k.float().nan_to_num(0), v.float().nan_to_num(0), _widened(plan), case.head_dim**-0.5)
     assert relative_error(out, wide) < 1.5 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("case", GPU_ATTENTION[:4] if ON_GPU else [ATTENTION[2]], ids=lambda case: case.name)
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_attention_agrees_however_its_tiles_are_cut(case: AttentionCase, splits, ahead):
+    q, k, v, plan = attention_inputs(case, NARROW, seed=4)
+    tiles = [Tile(16, 16, 2, 4, ahead)]
+    if ON_GPU:
+        tiles += [Tile(64, 64, 4, 3, ahead), Tile(128, 64, 8, 3, ahead), Tile(64, 128, 4, 2, ahead)]
+    longest = max(query for _, query in case.rows)
+    wide = attention(q.float(), k.float().nan_to_num(0), v.float().nan_to_num(0), _widened(plan), 0.1)
+    for tile in tiles:
+        out = attend(q, k, v, plan, 0.1, longest, tile, splits, torch.empty_like(q))
+        assert relative_error(out, wide) < 1.5 * TOLERANCE[NARROW], tile
 
 
 def _widened(plan):

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tests.bench.gpu.shapes import Shape
 from tests.bench.gpu.timing import device_ms
-from worker.models.layers import Decoder
+from worker.models.layers import Decoder, GatedMLP
 
 
 class Baseline:
@@ -31,6 +31,7 @@ class Baseline:
         x = F.embedding(self.ids.view(-1), self.decoder.embedding)
         for number, layer in enumerate(self.decoder.layers):
             attention, mlp = layer.attention, layer.mlp
+            assert isinstance(mlp, GatedMLP)
             h = F.rms_norm(x, (hidden,), layer.attention_norm.weight, eps)
             qkv = F.linear(h, attention.qkv.weight).view(-1, heads + 2 * kv, width)
             qk = qkv[:, : heads + kv]
