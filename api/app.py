@@ -12,6 +12,7 @@ from api.access import Caller, Guard, load_keys
 from api.assembly import open_services
 from api.metrics import Metrics
 from api.middleware import BodyLimit, LastResort, RequestLog, TrailingSlash
+from api.openapi import without_422
 from api.ports import Fleet
 from api.routes import batches, chat, completions, files, generate, health, models, responses, tokens, unsupported
 from api.settings import ApiSettings
@@ -82,4 +83,6 @@ def create_app(settings: ApiSettings, client: Fleet | None = None) -> FastAPI:
     errors.install(app)
     for router in ROUTERS:
         app.include_router(router)
+    document = app.openapi
+    app.openapi = lambda: without_422(document())
     return app

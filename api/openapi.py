@@ -22,6 +22,31 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     }.items()
 }
 
+STREAM_RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The answer; with `stream`, server-sent events.",
+        "content": {"application/json": {"schema": {}}, "text/event-stream": {"schema": {"type": "string"}}},
+    },
+    **ERROR_RESPONSES,
+}
+"""Of endpoints that stream."""
+
+BYTES_RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The bytes.", "content": {"application/octet-stream": {"schema": {"type": "string"}}}},
+    **ERROR_RESPONSES,
+}
+
+
+def without_422(document: dict[str, Any]) -> dict[str, Any]:
+    """Drop the status that FastAPI documents by itself: here a wrong parameter is a 400."""
+    for path in document["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)
+    schemas = document.get("components", {}).get("schemas", {})
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)
+    return document
+
 
 def request_body(kind: type[BaseModel]) -> dict[str, Any]:
     """Return `openapi_extra` for a route whose body is a `kind`."""

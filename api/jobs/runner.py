@@ -20,8 +20,8 @@ from api.jobs.lines import Faults, Line, read_lines, request_id, run_line, unfin
 
 logger = logging.getLogger("diffleet.jobs")
 
-LEASE_MS = 15_000
-_RENEW_S = 3.0
+LEASE_MS = 6_000
+_RENEW_S = 1.5
 _LOOK_S = 0.5
 
 

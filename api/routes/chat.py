@@ -16,7 +16,7 @@ from api.catalog import Catalog, ServedModel
 from api.choices import finish_fields, report_fields, usage_fields
 from api.deps import ServicesDep, json_body
 from api.frames import Frames
-from api.openapi import ERROR_RESPONSES, request_body
+from api.openapi import STREAM_RESPONSES, request_body
 from api.requests import Call, to_generate
 from api.schemas import ChatBody, StreamOptions
 from api.sse import KEEPALIVE, EventStream, error_frame, frame
@@ -28,7 +28,7 @@ from shared.telemetry import note
 router = APIRouter(tags=["openai"])
 
 
-@router.post("/v1/chat/completions", openapi_extra=request_body(ChatBody), responses=ERROR_RESPONSES)
+@router.post("/v1/chat/completions", openapi_extra=request_body(ChatBody), responses=STREAM_RESPONSES)
 async def chat(
     body: Annotated[ChatBody, Depends(json_body(ChatBody))], request: Request, services: ServicesDep
 ) -> Response:

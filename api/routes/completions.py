@@ -16,7 +16,7 @@ from api.choices import finish_fields, report_fields, usage_fields
 from api.deps import ServicesDep, json_body
 from api.errors import ApiError
 from api.frames import Frames
-from api.openapi import ERROR_RESPONSES, request_body
+from api.openapi import STREAM_RESPONSES, request_body
 from api.requests import Call, to_generate
 from api.schemas import CompletionBody, StreamOptions
 from api.sse import KEEPALIVE, EventStream, error_frame, frame
@@ -28,7 +28,7 @@ from shared.telemetry import note
 router = APIRouter(tags=["openai"])
 
 
-@router.post("/v1/completions", openapi_extra=request_body(CompletionBody), responses=ERROR_RESPONSES)
+@router.post("/v1/completions", openapi_extra=request_body(CompletionBody), responses=STREAM_RESPONSES)
 async def completions(
     body: Annotated[CompletionBody, Depends(json_body(CompletionBody))], request: Request, services: ServicesDep
 ) -> Response:

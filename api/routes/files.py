@@ -15,7 +15,7 @@ from api.answers import json_response
 from api.deps import CallerDep, Services, ServicesDep
 from api.errors import ApiError, invalid
 from api.files import StoredFile
-from api.openapi import ERROR_RESPONSES
+from api.openapi import BYTES_RESPONSES, ERROR_RESPONSES
 from api.paging import Order, page
 
 router = APIRouter(tags=["openai"])
@@ -94,7 +94,11 @@ async def describe(file_id: str, services: ServicesDep, caller: CallerDep) -> Re
     return json_response((await find_file(services, caller, file_id)).object)
 
 
-@router.get(PATH + "/{file_id}/content", responses=ERROR_RESPONSES)
+@router.get(
+    PATH + "/{file_id}/content",
+    responses=BYTES_RESPONSES,
+    response_class=Response,
+)
 async def content(file_id: str, services: ServicesDep, caller: CallerDep) -> Response:
     """Return the bytes of a file."""
     file = await find_file(services, caller, file_id)

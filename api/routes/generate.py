@@ -12,7 +12,7 @@ from api.canvas import canvas_fields
 from api.catalog import ServedModel
 from api.deps import ServicesDep, json_body
 from api.errors import ApiError
-from api.openapi import ERROR_RESPONSES, request_body
+from api.openapi import STREAM_RESPONSES, request_body
 from api.relay import Follow
 from api.requests import to_generate
 from api.schemas import GenerateBody
@@ -24,7 +24,7 @@ from shared.telemetry import note
 router = APIRouter(tags=["native"])
 
 
-@router.post("/generate", openapi_extra=request_body(GenerateBody), responses=ERROR_RESPONSES)
+@router.post("/generate", openapi_extra=request_body(GenerateBody), responses=STREAM_RESPONSES)
 async def generate(
     body: Annotated[GenerateBody, Depends(json_body(GenerateBody))], request: Request, services: ServicesDep
 ) -> Response:

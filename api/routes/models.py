@@ -6,12 +6,13 @@ from starlette.responses import Response
 from api.answers import json_response
 from api.deps import ServicesDep
 from api.errors import ApiError
+from api.openapi import ERROR_RESPONSES
 from shared.card import ModelCard
 
 router = APIRouter(tags=["openai"])
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", responses=ERROR_RESPONSES)
 async def list_models(services: ServicesDep) -> Response:
     """List the models that have been announced, whether or not a worker runs right now."""
     entries: list[dict[str, object]] = []
@@ -24,7 +25,7 @@ async def list_models(services: ServicesDep) -> Response:
     return json_response({"object": "list", "data": entries})
 
 
-@router.get("/v1/models/{name:path}")
+@router.get("/v1/models/{name:path}", responses=ERROR_RESPONSES)
 async def get_model(name: str, services: ServicesDep) -> Response:
     """Describe one model; names may contain slashes."""
     return json_response(_entry(await services.catalog.card(name)))

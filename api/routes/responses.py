@@ -16,7 +16,7 @@ from api.catalog import ServedModel
 from api.deps import CallerDep, Services, ServicesDep, json_body
 from api.errors import ApiError, invalid
 from api.frames import Frames
-from api.openapi import ERROR_RESPONSES, request_body
+from api.openapi import ERROR_RESPONSES, STREAM_RESPONSES, request_body
 from api.paging import Order, page
 from api.relay import Follow, Subject, Terms
 from api.requests import to_generate
@@ -36,7 +36,7 @@ _CANCEL_WAIT_S = 5.0
 _CANCEL_POLL_S = 0.05
 
 
-@router.post("/v1/responses", openapi_extra=request_body(ResponseBody), responses=ERROR_RESPONSES)
+@router.post("/v1/responses", openapi_extra=request_body(ResponseBody), responses=STREAM_RESPONSES)
 async def create(
     body: Annotated[ResponseBody, Depends(json_body(ResponseBody))],
     request: Request,
@@ -84,7 +84,7 @@ async def count_input(
     return json_response({"object": "response.input_tokens", "input_tokens": len(prompt)})
 
 
-@router.get("/v1/responses/{response_id}", responses=ERROR_RESPONSES)
+@router.get("/v1/responses/{response_id}", responses=STREAM_RESPONSES)
 async def retrieve(
     response_id: str,
     request: Request,
