@@ -13,11 +13,14 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Literal, TextIO
+from typing import Literal, TextIO, cast
 
 import orjson
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message", "taskName"}
+_MOST_LINES = 120
+_MOST_INNER = 8
+_DEEPEST_INDENT = 16
 _context: ContextVar[dict[str, object] | None] = ContextVar("log_fields", default=None)
 
 
@@ -69,15 +72,27 @@ def _fields(record: logging.LogRecord) -> dict[str, object]:
 
 
 def describe(error: BaseException) -> list[str]:
-    """Return the type of an exception, of each of its causes, and where each was raised: no message, no values."""
+    """Return the type of an exception, of each of its causes, and where each was raised: no message, no values.
+
+    What a group holds is told behind it, indented; of a wide group the first few.
+    """
     lines: list[str] = []
     seen: set[int] = set()
-    cause: BaseException | None = error
-    while cause is not None and id(cause) not in seen:
-        seen.add(id(cause))
-        lines.append(f"{type(cause).__module__}.{type(cause).__qualname__}")
-        lines += _places(cause.__traceback__)
-        cause = cause.__cause__ or cause.__context__
+
+    def tell(cause: BaseException | None, indent: str) -> None:
+        while cause is not None and id(cause) not in seen and len(lines) < _MOST_LINES:
+            seen.add(id(cause))
+            lines.append(f"{indent}{type(cause).__module__}.{type(cause).__qualname__}")
+            lines.extend(indent + place for place in _places(cause.__traceback__))
+            if isinstance(cause, BaseExceptionGroup) and len(indent) < _DEEPEST_INDENT:
+                group = cast(BaseExceptionGroup[BaseException], cause)
+                for inner in group.exceptions[:_MOST_INNER]:
+                    tell(inner, indent + "  ")
+                if len(group.exceptions) > _MOST_INNER:
+                    lines.append(f"{indent}  and {len(group.exceptions) - _MOST_INNER} more")
+            cause = cause.__cause__ or cause.__context__
+
+    tell(error, "")
     return lines
 
 

@@ -1,3 +1,4 @@
+import asyncio
 import io
 import json
 import logging
@@ -65,3 +66,32 @@ def test_a_cycle_of_causes_ends() -> None:
 def test_a_text_line_is_one_line() -> None:
     record = logging.LogRecord("n", logging.INFO, "f", 1, "two\nlines", None, None)
     assert TextLines().format(record).endswith("info    n: two\\nlines")
+
+
+def test_the_exceptions_in_a_group_are_told_with_their_places_and_without_their_texts() -> None:
+    async def fail() -> None:
+        try:
+            raise KeyError("secret")
+        except KeyError as error:
+            raise OSError("secret") from error
+
+    async def work() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(fail())
+
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(work())
+    lines = describe(caught.value)
+    assert lines[0] == "builtins.ExceptionGroup"
+    assert [line for line in lines if line.endswith("Error")] == ["  builtins.OSError", "  builtins.KeyError"]
+    assert any(line.startswith("    test_telemetry.py:") and line.endswith(" fail") for line in lines)
+    assert "secret" not in "".join(lines)
+
+
+def test_a_wide_or_deep_group_is_told_in_few_lines() -> None:
+    wide = ExceptionGroup("secret", [ValueError("secret") for _ in range(1000)])
+    assert "  and 992 more" in describe(wide)
+    deep: Exception = wide
+    for _ in range(500):
+        deep = ExceptionGroup("secret", [deep, wide])
+    assert len(describe(deep)) < 200
