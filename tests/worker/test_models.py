@@ -268,7 +268,7 @@ def test_a_tensor_of_another_shape_is_named_with_both_shapes(tmp_path: Path) -> 
         ({"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
         ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope type 'longrope' is not supported"),
         ({"rope_theta": None}, "rope_theta: must be a positive number"),
         ({"eos_token_id": "</s>"}, "eos_token_id must be a token id"),
         ({"eos_token_id": 64}, "stop token 64 is outside the vocabulary"),

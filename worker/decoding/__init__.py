@@ -91,7 +91,9 @@ def _without_filler(
     rows = torch.tensor(ruled, device=view.masked.device)
     others = view.masked & ~(torch.isin(stats.token, filler_ids) & rows[:, None])
     masked = torch.where(others.any(-1, keepdim=True), others, view.masked)
-    return replace(view, masked=masked)
+    # Schedules divide what was there at first, of which the hidden ones are no part yet.
+    hidden = view.masked.sum(-1) - masked.sum(-1)
+    return replace(view, masked=masked, undecided_at_first=view.undecided_at_first - hidden)
 
 
 def _by_strategy(stats: TokenStats, view: BlockView, decodings: ReadOnly[Decoding], draw: Draw) -> Tensor:

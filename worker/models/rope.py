@@ -37,7 +37,7 @@ class LinearScaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """Slow pairs turn `factor` times slower, fast ones as before, with a ramp over the pairs between (YaRN, 2309.00071).
+    """Slow pairs turn `factor` times slower, fast ones as before, with a ramp between them (YaRN, arXiv 2309.00071).
 
     Fast are those that turn more than `beta_fast` times over the original length, slow less than `beta_slow` times.
     """
