@@ -14,7 +14,19 @@ from api.metrics import Metrics
 from api.middleware import BodyLimit, LastResort, RequestLog, TrailingSlash
 from api.openapi import without_422
 from api.ports import Fleet
-from api.routes import batches, chat, completions, files, generate, health, models, responses, tokens, unsupported
+from api.routes import (
+    batches,
+    chat,
+    completions,
+    files,
+    generate,
+    health,
+    models,
+    playground,
+    responses,
+    tokens,
+    unsupported,
+)
 from api.settings import ApiSettings
 
 ROUTERS = (
@@ -27,6 +39,7 @@ ROUTERS = (
     models.router,
     tokens.router,
     health.router,
+    playground.router,
     # Last: its patterns are wide.
     unsupported.router,
 )

@@ -1,4 +1,4 @@
-"""One headless Chromium for all browser tests, and a place for what it has seen."""
+"""One headless Chromium for the tests of a module, and a place for what it has seen."""
 
 import os
 import tempfile
@@ -23,8 +23,9 @@ DESKTOP = ViewportSize(width=1360, height=900)
 PHONE = ViewportSize(width=390, height=844)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    """Of one module: while it lives, Playwright's event loop occupies the thread, and no asynchronous test can run."""
     if not CHROMIUM.exists():
         pytest.skip(f"{CHROMIUM} is not installed: apt-get install chromium")
     with sync_playwright() as playwright:

@@ -1,5 +1,6 @@
 """A scripted fleet that denoises a known text, so that a browser test knows every step of it."""
 
+import itertools
 from collections.abc import Iterator
 
 from shared.commands import Generate
@@ -11,7 +12,7 @@ BLOCK = 8
 TEXT = "The quick brown fox jumps over the lazy dog. The fox was quick and brown."
 
 
-def denoise(text: str = TEXT, pause_s: float = 0.0, hang_after: int | None = None) -> Script:
+def denoise(text: str = TEXT, hang_after: int | None = None) -> Script:
     """Play blocks of `BLOCK`: two snapshots, of the even and then also of every fourth other position, then the commit.
 
     `hang_after` is the number of blocks after which nothing comes any more.
@@ -32,15 +33,19 @@ def denoise(text: str = TEXT, pause_s: float = 0.0, hang_after: int | None = Non
                 known = [token if shown(at) else None for at, token in enumerate(tokens)]
                 sure = [0.0 if token is None else 0.25 + 0.1 * at for at, token in enumerate(known)]
                 yield Snapshot(command.id, block + 1, 1, block, offset, step, nfe, known, sure)
-                yield pause_s
             nfe += 1
             yield Delta(command.id, block + 2, 1, block, offset, tokens, said.push(tokens), nfe)
-            yield pause_s
         blocks = -(-len(ids) // BLOCK)
         usage = Usage(len(command.prompt), len(ids), nfe, blocks)
         yield Finished(command.id, blocks + 2, 1, "stop", "stop_token", usage)
 
     return play
+
+
+def hanging_in_the_first_block(command: Generate) -> Iterator[Step]:
+    """Play one snapshot, after which nothing comes any more."""
+    yield from itertools.islice(denoise()(command), 3)
+    yield 600.0
 
 
 def token_count(text: str = TEXT) -> int:

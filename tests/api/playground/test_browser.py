@@ -14,7 +14,7 @@ from shared.client import FleetUnavailable
 from shared.events import Failed
 from tests.api.live import serving
 from tests.api.playground.conftest import DESKTOP, PHONE
-from tests.api.playground.denoising import BLOCK, TEXT, denoise, token_count
+from tests.api.playground.denoising import BLOCK, TEXT, denoise, hanging_in_the_first_block, token_count
 from tests.api.scripted import ScriptedFleet, steps
 
 pytestmark = pytest.mark.slow
@@ -65,11 +65,11 @@ def test_an_answer_is_generated_with_its_costs(page: Page, url: str, fleet: Scri
 def test_masks_heat_and_the_frame_of_the_active_block_are_shown_while_it_denoises(
     page: Page, url: str, fleet: ScriptedFleet
 ) -> None:
-    fleet.script = denoise(pause_s=0.25)
+    fleet.script = hanging_in_the_first_block
     visit(page, url)
     generate(page)
     expect(page.locator(".block.active .cell.mask").first).to_be_visible()
-    assert page.locator(".block.active .cell.guess").count() >= BLOCK // 2
+    assert page.locator(".block.active .cell.guess").count() == BLOCK // 2
     kinds = page.locator(".block.active .cell.guess").evaluate_all("cells => cells.map(cell => cell.className)")
     assert len({kind.split()[-1] for kind in kinds}) > 1
     page.get_by_role("button", name="Stop").click()
@@ -197,8 +197,8 @@ def test_two_settings_run_side_by_side_on_one_seed(page: Page, url: str, fleet: 
     expect(rows.first.locator("td")).to_have_count(6)
     seeds = {command.sampling.seed for command in fleet.commands}
     assert len(fleet.commands) == 2 and len(seeds) == 1
-    strategies = {command.decoding.strategy for command in fleet.commands if command.decoding}
-    assert strategies == {"threshold", "low_confidence_static"}
+    strategies = {command.decoding and command.decoding.strategy for command in fleet.commands}
+    assert strategies == {None, "low_confidence_static"}
     page.screenshot(path=artifacts / "playground-compare.png", full_page=True)
 
 
@@ -271,7 +271,7 @@ def test_it_is_accessible_and_fits_the_screen(
     browser: Browser, url: str, fleet: ScriptedFleet, artifacts: Path, scheme: str, device: str
 ) -> None:
     """No finding of axe-core at all, with a run on the screen and with the dialog open; no sideways scrolling."""
-    fleet.script = denoise(hang_after=3)
+    fleet.script = denoise(hang_after=2)
     size = DESKTOP if device == "desktop" else PHONE
     # axe is injected, which the page's own policy forbids.
     context = browser.new_context(
@@ -284,7 +284,7 @@ def test_it_is_accessible_and_fits_the_screen(
     page = context.new_page()
     visit(page, url)
     generate(page)
-    expect(page.locator(".block")).to_have_count(3)
+    expect(page.locator(".block")).to_have_count(2)
     page.screenshot(path=artifacts / f"playground-{device}-{scheme}.png", full_page=True)
     assert findings(page) == []
     wide = page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth")
@@ -304,16 +304,17 @@ def test_the_keyboard_reaches_everything_in_reading_order(page: Page, url: str) 
     visit(page, url)
     generate(page)
     ended(page)
-    page.evaluate("document.activeElement.blur()")
+    page.reload()
+    expect(page.locator("#model")).to_be_enabled()
     reached: list[str] = []
-    for _ in range(40):
+    for _ in range(32):
         page.keyboard.press("Tab")
         name = page.evaluate(
             "document.activeElement.id || document.activeElement.className || document.activeElement.name"
         )
         reached.append(str(name))
     wanted = ["model", "key-open", "theme", "mode", "prompt", "run", "compare", "canvas", "scrub"]
-    places = [next((at for at, name in enumerate(reached) if one in name), -1) for one in wanted]
+    places = [next((at for at, name in enumerate(reached) if one == name), -1) for one in wanted]
     assert -1 not in places, reached
     assert places == sorted(places), reached
 

@@ -1,0 +1,331 @@
+// The page: what is asked, who answers, and what is kept over a reload.
+import { costsOf, newRun, observe } from "./canvas.js";
+import { Card, written } from "./card.js";
+import { Refusal, chunks, models } from "./client.js";
+import { Knobs } from "./knobs.js";
+import { asCurl, asPython, requestOf } from "./request.js";
+
+const SAVED = "diffleet.playground";
+const KEY = "diffleet.key";
+const $ = (id) => document.getElementById(id);
+
+const narrow = matchMedia("(max-width: 860px)");
+const page = {
+  models: [],
+  history: [],
+  cards: [],
+  stopping: null,
+  leaving: false,
+};
+const knobs = { A: new Knobs($("knobs-a"), "A"), B: new Knobs($("knobs-b"), "B") };
+knobs.B.restore({ strategy: "low_confidence_static" });
+
+function mode() {
+  return document.querySelector("input[name=mode]:checked").value;
+}
+
+function key() {
+  return sessionStorage.getItem(KEY) ?? "";
+}
+
+// Asking.
+
+async function ask(prompt = $("prompt").value) {
+  if (page.stopping || !prompt) return;
+  const sides = $("compare").checked ? ["A", "B"] : ["A"];
+  if (!sides.every((side) => knobs[side].check())) return;
+  hideError();
+  const messages = [...page.history, { role: "user", content: prompt }];
+  const runs = sides.map((side) => {
+    const name = sides.length > 1 ? `Setting ${side}` : mode() === "chat" ? "Answer" : "Continuation";
+    return newRun(name, prompt, requestOf(mode(), messages, prompt, $("model").value, knobs[side].values()));
+  });
+  if (sides.length > 1) {
+    // Both sides draw from the same seed, so that only the settings tell them apart.
+    const seed = runs[0].request.body.seed ?? Math.floor(Math.random() * 2 ** 31);
+    for (const run of runs) run.request.body.seed ??= seed;
+  }
+  show(runs);
+  if (narrow.matches) $("results").scrollIntoView({ block: "start" });
+  busy(new AbortController());
+  await Promise.all(page.cards.map((card) => follow(card, page.stopping.signal)));
+  busy(null);
+  drawVerdict();
+  const [first] = runs;
+  if (mode() === "chat" && first.status === "done" && first.text) {
+    page.history = [...messages, { role: "assistant", content: first.text }];
+    if ($("prompt").value === prompt) $("prompt").value = "";
+    drawHistory();
+  }
+  tell(runs.map((run) => `${run.label}: ${run.note || run.text.length + " characters, " + (run.usage?.nfe ?? 0) + " forwards"}`).join("; "));
+  save();
+}
+
+async function follow(card, signal) {
+  const { run } = card;
+  const { path, body } = run.request;
+  const started = performance.now();
+  try {
+    for await (const chunk of chunks(path, body, key(), signal)) {
+      observe(run, chunk, performance.now() - started);
+      card.update();
+    }
+    if (run.status !== "done") run.status = "done";
+  } catch (error) {
+    // The browser cuts the connection before the page is gone: no fault of the server's.
+    if (page.leaving) return;
+    run.totalMs = performance.now() - started;
+    if (error.name === "AbortError") {
+      run.status = "stopped";
+    } else {
+      run.status = "failed";
+      showError(error, run.label);
+    }
+  }
+  card.update(true);
+}
+
+function busy(stopping) {
+  page.stopping = stopping;
+  $("run").disabled = stopping !== null;
+  $("stop").disabled = stopping === null;
+  document.body.classList.toggle("busy", stopping !== null);
+}
+
+function show(runs) {
+  for (const card of page.cards) card.pause();
+  page.cards = runs.map((run) => new Card(run, () => openSnippet(run.request)));
+  $("runs").replaceChildren(...page.cards.map((card) => card.element));
+  $("runs").classList.toggle("two", runs.length > 1);
+  $("verdict").hidden = true;
+}
+
+function drawVerdict() {
+  const runs = page.cards.map((card) => card.run);
+  $("verdict").hidden = runs.length < 2;
+  const rows = runs.map((run) => {
+    const row = document.createElement("tr");
+    const head = document.createElement("th");
+    head.scope = "row";
+    head.textContent = run.label;
+    row.append(head);
+    const costs = costsOf(run);
+    for (const name of ["steps", "nfe", "tokens", "tpf", "tps", "time"]) {
+      const cell = document.createElement("td");
+      cell.textContent = written(name, costs[name]);
+      row.append(cell);
+    }
+    return row;
+  });
+  $("verdict").tBodies[0].replaceChildren(...rows);
+}
+
+function drawHistory() {
+  // The last exchange is on the canvas.
+  const items = page.history.slice(0, -2).map(({ role, content }) => {
+    const item = document.createElement("li");
+    item.className = role;
+    const who = document.createElement("b");
+    who.textContent = role === "user" ? "You" : "Model";
+    item.append(who, content);
+    return item;
+  });
+  $("history").replaceChildren(...items);
+  const chats = mode() === "chat";
+  $("history").hidden = !chats || items.length === 0;
+  for (const id of ["again", "fresh"]) $(id).hidden = !chats || page.history.length === 0;
+  $("history").scrollTop = $("history").scrollHeight;
+}
+
+// Errors, in words that help.
+
+function showError(error, label = "") {
+  const box = $("error");
+  const parts = [error instanceof Refusal ? error.message : `This page has failed: ${error.message}`];
+  if (error.param && !error.message.includes(error.param)) parts.push(`Field: ${error.param}.`);
+  if (error.retryAfter) parts.push(`Try again in ${error.retryAfter} s.`);
+  if (error.status === 401) parts.push("Set a key with “API key” at the top.");
+  const text = document.createElement("p");
+  text.textContent = parts.join(" ");
+  const small = document.createElement("small");
+  const facts = [label, error.status ? `HTTP ${error.status}` : "", error.code, error.requestId];
+  small.textContent = facts.filter(Boolean).join(" · ");
+  box.replaceChildren(text, small);
+  box.hidden = false;
+}
+
+function hideError() {
+  $("error").hidden = true;
+}
+
+function tell(text) {
+  $("live").textContent = text;
+}
+
+// What is kept over a reload. A request ends when its page goes; what it had shown by then is kept.
+
+function save() {
+  const saved = {
+    mode: mode(),
+    model: $("model").value,
+    prompt: $("prompt").value,
+    compare: $("compare").checked,
+    knobs: { A: knobs.A.save(), B: knobs.B.save() },
+    history: page.history,
+    runs: page.cards.map((card) => card.run),
+  };
+  for (const kept of [saved, { ...saved, runs: [] }]) {
+    try {
+      sessionStorage.setItem(SAVED, JSON.stringify(kept));
+      return;
+    } catch {
+      // More than a tab may keep: without the runs it fits.
+    }
+  }
+}
+
+function restore() {
+  let saved;
+  try {
+    saved = JSON.parse(sessionStorage.getItem(SAVED) ?? "null");
+  } catch {
+    saved = null;
+  }
+  if (!saved) return;
+  document.querySelector(`input[name=mode][value=${saved.mode}]`).checked = true;
+  $("prompt").value = saved.prompt;
+  $("compare").checked = saved.compare;
+  page.history = saved.history;
+  for (const side of ["A", "B"]) knobs[side].restore(saved.knobs[side]);
+  for (const run of saved.runs) {
+    if (run.status === "running" || run.status === "waiting") {
+      run.status = "stopped";
+      run.note = "ended by the reload of this page";
+    }
+  }
+  if (saved.runs.length) show(saved.runs);
+  drawVerdict();
+  return saved.model;
+}
+
+// The model.
+
+async function loadModels(wanted) {
+  try {
+    page.models = await models(key());
+    if (!page.models.length) throw new Refusal({ message: "No worker has announced a model yet." }, 0, null);
+  } catch (error) {
+    showError(error);
+    return;
+  }
+  const select = $("model");
+  select.replaceChildren(...page.models.map(({ id }) => new Option(id, id)));
+  if (page.models.some(({ id }) => id === wanted)) select.value = wanted;
+  select.disabled = false;
+  suit(wanted === undefined);
+}
+
+function suit(fresh) {
+  const model = page.models.find(({ id }) => id === $("model").value);
+  $("facts").textContent = `${model.family} · blocks of ${model.block_length} · context ${model.max_model_len}`;
+  for (const side of ["A", "B"]) {
+    const before = knobs[side].save();
+    knobs[side].suit(model);
+    if (!fresh) knobs[side].restore(before);
+  }
+}
+
+// Code of a request.
+
+let shownRequest = null;
+
+function openSnippet(request) {
+  shownRequest = request;
+  drawSnippet("curl");
+  $("snippet").showModal();
+}
+
+function drawSnippet(language) {
+  const write = language === "curl" ? asCurl : asPython;
+  $("snippet").querySelector("code").textContent = write(location.origin, shownRequest);
+  for (const button of $("snippet").querySelectorAll("[data-language]")) {
+    button.setAttribute("aria-pressed", String(button.dataset.language === language));
+  }
+}
+
+async function copySnippet() {
+  const code = $("snippet").querySelector("code");
+  try {
+    await navigator.clipboard.writeText(code.textContent);
+    $("snippet-copy").textContent = "Copied";
+  } catch {
+    // No clipboard on plain http: leave it selected for the reader's own keys.
+    getSelection().selectAllChildren(code);
+    $("snippet-copy").textContent = "Selected: press Ctrl C";
+  }
+  setTimeout(() => ($("snippet-copy").textContent = "Copy"), 2000);
+}
+
+function compare() {
+  $("knobs-b").hidden = !$("compare").checked;
+  $("ask").classList.toggle("comparing", $("compare").checked);
+}
+
+function useTheme(theme) {
+  if (theme) document.documentElement.dataset.theme = theme;
+}
+
+$("ask").addEventListener("submit", (event) => {
+  event.preventDefault();
+  ask();
+});
+$("stop").addEventListener("click", () => page.stopping?.abort());
+$("compare").addEventListener("change", compare);
+$("model").addEventListener("change", () => suit(true));
+$("again").addEventListener("click", () => {
+  const { content } = page.history.at(-2);
+  page.history = page.history.slice(0, -2);
+  ask(content);
+});
+$("fresh").addEventListener("click", () => {
+  page.history = [];
+  show([]);
+  drawHistory();
+  $("prompt").focus();
+});
+for (const radio of document.querySelectorAll("input[name=mode]")) radio.addEventListener("change", drawHistory);
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("ask").requestSubmit();
+  if (event.key === "Escape" && !document.querySelector("dialog[open]")) page.stopping?.abort();
+});
+for (const button of $("snippet").querySelectorAll("[data-language]")) {
+  button.addEventListener("click", () => drawSnippet(button.dataset.language));
+}
+$("snippet").querySelector("[data-close]").addEventListener("click", () => $("snippet").close());
+$("snippet-copy").addEventListener("click", copySnippet);
+$("key-open").addEventListener("click", () => {
+  $("key-value").value = key();
+  $("key").showModal();
+});
+$("key").addEventListener("close", () => {
+  sessionStorage.setItem(KEY, $("key-value").value.trim());
+  hideError();
+  loadModels($("model").value);
+});
+$("theme").addEventListener("click", () => {
+  const dark = matchMedia("(prefers-color-scheme: dark)").matches;
+  const now = document.documentElement.dataset.theme ?? (dark ? "dark" : "light");
+  const theme = now === "dark" ? "light" : "dark";
+  localStorage.setItem("diffleet.theme", theme);
+  useTheme(theme);
+});
+addEventListener("beforeunload", () => (page.leaving = true));
+addEventListener("pagehide", save);
+addEventListener("pageshow", () => (page.leaving = false));
+
+useTheme(localStorage.getItem("diffleet.theme"));
+const wanted = restore();
+$("settings").open = !narrow.matches;
+compare();
+drawHistory();
+loadModels(wanted);

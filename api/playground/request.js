@@ -1,0 +1,77 @@
+// From knobs to a request, and from a request to code that makes it.
+
+const APPLIES = {
+  threshold: ["threshold"],
+  low_confidence_static: ["steps"],
+  low_confidence_dynamic: ["threshold", "steps"],
+  sequential: ["steps"],
+  random: ["steps"],
+  entropy_bounded: ["bound"],
+};
+
+/** The options that a strategy has. */
+export function optionsOf(strategy) {
+  return APPLIES[strategy] ?? [];
+}
+
+/** Path and body of a request. `knobs` holds only what was set. */
+export function requestOf(mode, messages, prompt, model, knobs) {
+  const { strategy, threshold, steps, bound, block_length, max_nfe, ...flat } = knobs;
+  const diffusion = { stream: "frames", frame_detail: "full", frame_interval_ms: 0 };
+  for (const [name, value] of Object.entries({ strategy, threshold, steps, bound, block_length, max_nfe })) {
+    if (value !== undefined) diffusion[name] = value;
+  }
+  const common = {
+    model,
+    ...flat,
+    stream: true,
+    stream_options: { include_usage: true, continuous_usage_stats: true },
+    diffusion,
+  };
+  if (mode === "continue") return { path: "/v1/completions", body: { prompt, ...common } };
+  return { path: "/v1/chat/completions", body: { messages, ...common } };
+}
+
+export function asCurl(origin, { path, body }) {
+  const json = JSON.stringify(plain(body), null, 2).replaceAll("'", "'\\''");
+  return `curl -N ${origin}${path} \\\n  -H 'Content-Type: application/json' \\\n  -d '${json}'`;
+}
+
+export function asPython(origin, { path, body }) {
+  const { messages, prompt, model, stream, stream_options, diffusion, ...rest } = plain(body);
+  const known = Object.entries({ model, ...(messages ? { messages } : { prompt }), ...rest });
+  const lines = known.map(([name, value]) => `    ${name}=${literal(value)},`);
+  const chat = path.endsWith("/chat/completions");
+  const call = chat ? "client.chat.completions.create" : "client.completions.create";
+  const piece = chat ? "chunk.choices[0].delta.content" : "chunk.choices[0].text";
+  return `from openai import OpenAI
+
+client = OpenAI(base_url="${origin}/v1", api_key="none")
+stream = ${call}(
+${lines.join("\n")}
+    stream=True,
+    extra_body=${literal({ diffusion })},
+)
+for chunk in stream:
+    if chunk.choices:
+        print(${piece} or "", end="", flush=True)
+print()`;
+}
+
+/** The request without what only this page needs. */
+function plain(body) {
+  const { stream_options, diffusion, ...rest } = body;
+  const { stream, frame_detail, frame_interval_ms, ...options } = diffusion;
+  return { ...rest, diffusion: options };
+}
+
+function literal(value) {
+  if (value === true) return "True";
+  if (value === false) return "False";
+  if (value === null) return "None";
+  if (Array.isArray(value)) return `[${value.map(literal).join(", ")}]`;
+  if (typeof value === "object") {
+    return `{${Object.entries(value).map(([name, part]) => `${JSON.stringify(name)}: ${literal(part)}`).join(", ")}}`;
+  }
+  return JSON.stringify(value);
+}
