@@ -93,6 +93,10 @@ class Generate(_Part):
         description="Keys that a bidirectional family reuses within a block: none (exact), those before the block, or "
         "all but the block's. Unset: the model's own default.",
     )
+    cache_prompt: bool = Field(
+        default=True,
+        description="Reuse the keys of a text that another request has written, and let others reuse these.",
+    )
     cfg_scale: float = Field(
         default=0.0,
         ge=0.0,
@@ -127,9 +131,9 @@ def decode_command(payload: bytes) -> Generate:
     try:
         envelope = orjson.loads(payload)
         version, kind, must, body = (envelope[key] for key in ("v", "kind", "must", "body"))
+        unknown = [name for name in must if name not in Generate.model_fields]
     except (orjson.JSONDecodeError, KeyError, TypeError) as error:
         raise InvalidCommand("the payload is not a command envelope") from error
-    unknown = [name for name in must if name not in Generate.model_fields]
     if version != WIRE_VERSION or kind != "generate" or unknown:
         raise UnsupportedCommand(f"version {version!r}, kind {kind!r}, unknown must-understand fields {unknown!r}")
     try:

@@ -58,6 +58,8 @@ class Started:
     id: str
     epoch: int
     worker: str
+    queued_ms: int | None = None
+    """From the submit to the claim."""
     t: Literal["started"] = "started"
 
 

@@ -5,9 +5,11 @@ are refused (`Outcome.FENCED`) and it drops its slot. The protocol's scripts are
 """
 
 import asyncio
+import logging
 import random
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Self, assert_never
@@ -17,11 +19,13 @@ from redis import exceptions
 from shared.card import ModelCard, pack
 from shared.commands import LANES, WIRE_VERSION, Lane
 from shared.connection import Argument, FleetUnavailable, GroupMissing, Link, jitter_s
-from shared.events import Delta, Event, Failed, Finished, Snapshot, Started, decode_event, encode_event
+from shared.events import Delta, Event, Failed, Finished, InvalidEvent, Snapshot, Started, decode_event, encode_event
 from shared.keys import GROUP, MODELS, Keys, partition
 from shared.keys import card as card_key
 from shared.lua import script
 from shared.memory import NO_WORK, MemoryGauge
+
+log = logging.getLogger(__name__)
 
 LEASE_MS = 15_000
 MAX_ATTEMPTS = 4
@@ -97,6 +101,7 @@ class WorkerQueue:
         self._turn = 0
         self._forget_at = time.monotonic() + random.uniform(0.5, 1.0) * _FORGET_EVERY_S
         self._group_failures = 0
+        self._dropped = 0
 
     @classmethod
     def connect(
@@ -127,6 +132,11 @@ class WorkerQueue:
             reap_every_ms=reap_every_ms,
             slots=slots,
         )
+
+    @property
+    def dropped(self) -> int:
+        """How many entries of the lanes this worker has removed because no submit can have written them."""
+        return self._dropped
 
     @property
     def on_probation(self) -> bool:
@@ -172,7 +182,8 @@ class WorkerQueue:
         entries: dict[str, list[_Entry]] = {}
         for lane, read in reply if reply is not None else _Read():
             for entry_id, fields in read:
-                entry = _Entry(lane.decode(), entry_id.decode(), fields[b"id"].decode(), int(fields.get(b"v", 1)))
+                # As they are: the script knows what to do with entries that make no sense.
+                entry = _Entry(lane.decode(), entry_id.decode(), fields.get(b"id", b""), fields.get(b"v", b"1"))
                 entries.setdefault(entry.lane.rpartition(":q:")[0], []).append(entry)
         claims: list[Claim] = []
         for part in self._partitions:
@@ -272,14 +283,15 @@ class WorkerQueue:
         cursors = [part.cursors[lane] for lane in order]
         args = [*self._me(part), *limits, *cursors]
         try:
-            claims, cursors, officer = await self._link.run(script("take"), names, args)
+            claims, cursors, officer, dropped = await self._link.run(script("take"), names, args)
         except GroupMissing:
             await self._create_groups()
-            claims, cursors, officer = await self._link.run(script("take"), names, args)
+            claims, cursors, officer, dropped = await self._link.run(script("take"), names, args)
         except FleetUnavailable:
             part.was_away = True
             raise
         part.was_away = False
+        self._count_dropped(dropped)
         self._probation = part if officer else None
         part.cursors = {lane: cursor.decode() for lane, cursor in zip(order, cursors, strict=True)}
         if reap:
@@ -290,7 +302,14 @@ class WorkerQueue:
         names = [part.keys.dead_letters(), part.keys.handed_back(), part.keys.rate(), *[e.lane for e in entries]]
         args = [*self._me(part), limit, self._lease_ms, self._max_attempts, WIRE_VERSION]
         args += [value for entry in entries for value in (entry.entry_id, entry.request_id, entry.version)]
-        return [_claim(reply) for reply in await self._link.run(script("start"), names, args)]
+        claims, dropped = await self._link.run(script("start"), names, args)
+        self._count_dropped(dropped)
+        return [_claim(reply) for reply in claims]
+
+    def _count_dropped(self, dropped: int) -> None:
+        if dropped:
+            self._dropped += dropped
+            log.warning("entries dropped that no submit has written: %d", dropped)
 
     def _me(self, part: "_Partition") -> list[Argument]:
         return [part.keys.request("").removesuffix("r:"), GROUP, self._worker]
@@ -336,13 +355,17 @@ class _Partition:
 class _Entry:
     lane: str
     entry_id: str
-    request_id: str
-    version: int
+    request_id: bytes
+    version: bytes
 
 
 def _claim(reply: list[Any]) -> Claim:
-    request_id, epoch, attempt, payload, blocks, seq, queued_ms, log = reply
-    events = [decode_event(event) for event in log]
+    request_id, epoch, attempt, payload, blocks, seq, queued_ms, committed = reply
+    events: list[Event] = []
+    for event in committed:
+        # One that is missing shows in the count: the claim's owner then ends the request as lost.
+        with suppress(InvalidEvent):
+            events.append(decode_event(event))
     return Claim(request_id.decode(), epoch, attempt, payload, blocks, seq, queued_ms, events)
 
 

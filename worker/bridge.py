@@ -223,6 +223,7 @@ class Bridge:
                 await self._ride_out("claim", error, backoff)
                 continue
             backoff.reset()
+            self._metrics.show_malformed(queue.dropped)
             for claim in claims:
                 self._admit(claim)
             if self._held and not claims:
@@ -259,7 +260,7 @@ class Bridge:
             return
         if request.preview is not None:
             slot.preview_s = max(self._pace.preview_s, request.preview.interval_ms / 1000)
-        self._starts.append(Started(slot.id, slot.epoch, self._worker_id))
+        self._starts.append(Started(slot.id, slot.epoch, self._worker_id, claim.queued_ms))
         self._news.set()
         self._mailbox.arrive(Arrival(request, claim.epoch, resume_of(slot.written)))
 

@@ -42,6 +42,7 @@ class Metrics:
         self._fenced = counter("fenced", "Requests lost to another worker.")
         self._handed_back = counter("handed_back", "Requests handed back.")
         self._outages = counter("redis_errors", "Calls to Redis that failed and were tried again.")
+        self._malformed = gauge("malformed_entries", "Entries removed from the queue that no submit had written.")
         self._previews_dropped = counter("previews_dropped", "Snapshots that were not published.")
         self._terminal = Counter(
             "diffleet_requests", "Requests by the way they ended.", ("model", "outcome"), registry=self.registry
@@ -72,6 +73,9 @@ class Metrics:
         self._pages_free.set(load.free_pages)
         self._pages.set(load.total_pages)
         self._preemptions.set(load.preemptions)
+
+    def show_malformed(self, count: int) -> None:
+        self._malformed.set(count)
 
     def count_claim(self, again: bool) -> None:
         self._claims.inc()

@@ -13,16 +13,29 @@ redis.call('ZADD', KEYS[2], now, consumer)
 redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now - 10 * lease)
 redis.call('PEXPIRE', KEYS[2], 10 * lease)
 if redis.call('GET', KEYS[3]) == consumer then redis.call('PEXPIRE', KEYS[3], lease) end
+
+-- Whoever comes back was not killed: a frozen process or a cut network is no evidence against what it ran.
+local function acquit(key)
+  local request = fetch(key, 'st', 'att', 'lost', 'sus')
+  local name = consumer .. ' '
+  local at = request.lost and not TERMINAL[request.st] and string.find(request.lost, name, 1, true)
+  if not at then return end
+  redis.call('HSET', key, 'lost', string.sub(request.lost, 1, at - 1) .. string.sub(request.lost, at + #name))
+  if redis.call('HINCRBY', key, 'att', -1) < 2 then redis.call('HDEL', key, 'sus') end
+end
+
 local answers = {}
 for i = 7, #KEYS, 2 do
   local slot = (i - 7) / 2
   local request = fetch(KEYS[i], 'st', 'ep', 'own', 'eid', 'lane', 'dl')
-  if not owned(request, ARGV[5 + count + slot], consumer) then
+  local readable = entry_id(request.eid) and lanes[request.lane or ''] and tonumber(request.dl)
+  if not readable or not owned(request, ARGV[5 + count + slot], consumer) then
     answers[slot + 1] = 'fenced'
+    acquit(KEYS[i])
   else
     redis.call('XCLAIM', lanes[request.lane], group, consumer, 0, request.eid, 'JUSTID')
-    local reason = redis.call('GET', KEYS[i + 1])
-    if reason then
+    local reason = redis.pcall('GET', KEYS[i + 1])
+    if type(reason) == 'string' then
       answers[slot + 1] = 'aborted:' .. reason
     elseif now > tonumber(request.dl) then
       answers[slot + 1] = 'expired'

@@ -4,7 +4,7 @@
 -- ARGV: epoch, owner, seq, type, event, committed blocks, produced tokens, nfe
 -- Returns 1 done, 0 was done already, -1 fenced, -2 a gap before seq
 local request = fetch(KEYS[1], 'st', 'ep', 'own', 'seq', 'cap')
-if not owned(request, ARGV[1], ARGV[2]) then return -1 end
+if not owned(request, ARGV[1], ARGV[2]) or not tonumber(request.seq) or not string.match(request.cap or '', '^%d+$') then return -1 end
 local seq = tonumber(ARGV[3])
 if seq <= tonumber(request.seq) then return 0 end
 if seq ~= request.seq + 1 then return -2 end

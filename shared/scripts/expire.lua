@@ -5,9 +5,11 @@
 -- ARGV: id, group, grace ms
 -- Returns the state: unknown | queued | running | a terminal state
 local lanes = { rt = KEYS[5], std = KEYS[6], bulk = KEYS[7] }
-local request = fetch(KEYS[1], 'st', 'ep', 'seq', 'cap', 'eid', 'ret', 'lane', 'dl', 'qd')
+local request = fetch(KEYS[1], 'st', 'ep', 'seq', 'cap', 'eid', 'ret', 'lane', 'dl', 'qd',
+  'att', 'nb', 'nt', 'nfe', 'pt', 't0', 'in', 'own')
 if not request.st then return 'unknown' end
 if TERMINAL[request.st] then return request.st end
+if not sound(request, lanes[request.lane or ''] or '') then return 'unknown' end
 local now, epoch, seq = now_ms(), request.ep + 1, request.seq + 1
 local deadline = tonumber(request.dl)
 if request.st == 'running' then

@@ -9,7 +9,9 @@ local request = fetch(KEYS[1], 'st', 'ep', 'own', 'seq', 'cap', 'eid', 'ret', 'l
 if request.st and TERMINAL[request.st] and request.ep == ARGV[1] and request.own == ARGV[2] then
   return request.seq == ARGV[5] and 0 or -1
 end
-if not owned(request, ARGV[1], ARGV[2]) then return -1 end
+local whole = tonumber(request.seq) and string.match((request.cap or '') .. (request.ret or ''), '^%d+$')
+  and entry_id(request.eid) and lanes[request.lane or '']
+if not whole or not owned(request, ARGV[1], ARGV[2]) then return -1 end
 local seq = tonumber(request.seq)
 local block = tonumber(ARGV[8])
 local appends = block and block > seq

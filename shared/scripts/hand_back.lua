@@ -5,8 +5,9 @@
 -- ARGV: epoch, group, consumer, lease ms, delay ms
 -- Returns 1 done, -1 fenced
 local lanes = { rt = KEYS[3], std = KEYS[4], bulk = KEYS[5] }
-local request = fetch(KEYS[1], 'st', 'ep', 'own', 'eid', 'lane')
-if not owned(request, ARGV[1], ARGV[3]) then return -1 end
+local request = fetch(KEYS[1], 'st', 'ep', 'own', 'eid', 'lane', 'att')
+local whole = entry_id(request.eid) and lanes[request.lane or ''] and string.match(request.att or '', '^%d+$')
+if not whole or not owned(request, ARGV[1], ARGV[3]) then return -1 end
 local lease, delay = tonumber(ARGV[4]), tonumber(ARGV[5])
 redis.call('HSET', KEYS[1], 'st', 'queued', 'own', '', 'alone', 0)
 redis.call('HINCRBY', KEYS[1], 'ep', 1)

@@ -4,8 +4,8 @@
 -- ARGV: first seq, count
 -- Returns {} if unknown, else {state, last seq, deadline passed (0 | 1), {seq, event, seq, event, ...}}
 local request = fetch(KEYS[1], 'st', 'seq', 'ep', 'dl', 'qd')
-if not request.st then return {} end
 local deadline = tonumber(request.dl)
+if not (request.st and deadline and tonumber(request.qd) and tonumber(request.seq)) then return {} end
 if request.st == 'queued' and request.ep == '0' then deadline = math.min(deadline, tonumber(request.qd)) end
 local late = not TERMINAL[request.st] and now_ms() > deadline
 local events = {}

@@ -3,10 +3,11 @@
 -- KEYS: dlq, handed-back hint, rate, then the lane of each entry
 -- ARGV: prefix, group, consumer, budget, lease ms, max attempts, envelope version, then for each entry: entry id,
 --       request id, its envelope version
--- Returns claims
+-- Returns {claims, malformed entries dropped}
 local worker = {
   prefix = ARGV[1], group = ARGV[2], name = ARGV[3], lease = tonumber(ARGV[5]),
   max_attempts = tonumber(ARGV[6]), version = tonumber(ARGV[7]), dlq = KEYS[1], rate = KEYS[3],
+  dropped = 0,
 }
 local left = tonumber(ARGV[4])
 local claims = {}
@@ -25,4 +26,4 @@ for i = 4, #KEYS do
     end
   end
 end
-return claims
+return { claims, worker.dropped }

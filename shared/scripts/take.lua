@@ -10,10 +10,11 @@
 -- ARGV: prefix, group, consumer, budget, lease ms, reap (0 | 1), max attempts, envelope version, slots, requests held,
 --       three scan cursors
 -- Names of single requests derive from the prefix (same hash tag): they are known only after the read.
--- Returns {claims, cursors, officer (0 | 1)}
+-- Returns {claims, cursors, officer (0 | 1), malformed entries dropped}
 local worker = {
   prefix = ARGV[1], group = ARGV[2], name = ARGV[3], lease = tonumber(ARGV[5]),
   max_attempts = tonumber(ARGV[7]), version = tonumber(ARGV[8]), dlq = KEYS[4], rate = KEYS[6],
+  dropped = 0,
 }
 local left, slots, held = tonumber(ARGV[4]), tonumber(ARGV[9]), tonumber(ARGV[10])
 local claims, cursors = {}, { ARGV[11], ARGV[12], ARGV[13] }
@@ -21,7 +22,7 @@ local HANDED_BACK = 43200000
 
 local officer = redis.call('GET', KEYS[7])
 local mine = officer == worker.name
-if mine and held > 0 then return { claims, cursors, 1 } end
+if mine and held > 0 then return { claims, cursors, 1, worker.dropped } end
 
 local function claim(lane, entry, alone)
   -- A deleted entry comes without fields; XAUTOCLAIM has then dropped it from the pending list already.
@@ -37,9 +38,12 @@ local suspects = {}
 -- An entry whose lease is over, now ours: a suspect if it has lost enough workers, else a claim.
 local function receive(lane, entry)
   if not entry[2] then return end
-  local key = worker.prefix .. 'r:' .. fields_of(entry).id
+  local id = read_entry(worker, entry)
+  -- What is malformed falls through to `claim`, which drops it.
+  local key = worker.prefix .. 'r:' .. (id or '')
   local request = fetch(key, 'st', 'eid', 'own', 'att', 'sus')
-  if request.st == 'running' and request.eid == entry[1] and not request.sus then
+  local readable = request.own and tonumber(request.att)
+  if readable and request.st == 'running' and request.eid == entry[1] and not request.sus then
     if redis.call('EXISTS', worker.prefix .. 'w:' .. request.own) == 1 then
       -- Its owner lives and never knew of it, for the reply of its claim was lost: no attempt at all.
       redis.call('HSET', key, 'st', 'queued', 'own', '', 'att', request.att - 1)
@@ -48,7 +52,7 @@ local function receive(lane, entry)
       request.sus = '1'
     end
   end
-  if request.sus and not TERMINAL[request.st] then
+  if readable and request.sus and not TERMINAL[request.st] then
     suspects[#suspects + 1] = { lane = lane, entry = entry, attempts = tonumber(request.att) }
   else
     claim(lane, entry)
@@ -93,11 +97,11 @@ if #suspects > 0 and (mine or not officer) then
     first = last + 1
   end
   for i = first, #suspects do put_back(suspects[i]) end
-  if #claims > 0 or held > 0 then return { claims, cursors, 1 } end
+  if #claims > 0 or held > 0 then return { claims, cursors, 1, worker.dropped } end
 end
 for _, suspect in ipairs(mine and {} or suspects) do put_back(suspect) end
 if mine then
-  if not all_seen then return { claims, cursors, 1 } end
+  if not all_seen then return { claims, cursors, 1, worker.dropped } end
   redis.call('DEL', KEYS[7])
 end
 
@@ -109,4 +113,4 @@ for i = 1, 3 do
     for _, entry in ipairs(reply[1][2]) do claim(KEYS[i], entry) end
   end
 end
-return { claims, cursors, 0 }
+return { claims, cursors, 0, worker.dropped }

@@ -46,6 +46,10 @@ class QueueForTests:
         self.waiting.append(Claim(request_id, epoch, epoch, payload, len(log), seq, 0, list(log)))
 
     @property
+    def dropped(self) -> int:
+        return 0
+
+    @property
     def on_probation(self) -> bool:
         return False
 

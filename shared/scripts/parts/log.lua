@@ -6,7 +6,9 @@ local function now_ms()
 end
 
 local function fetch(key, ...)
-  local values = redis.call('HMGET', key, ...)
+  local values = redis.pcall('HMGET', key, ...)
+  -- Somebody else's key under a name of ours is as good as none.
+  if values.err then return {} end
   local request = {}
   for i, name in ipairs({ ... }) do request[name] = values[i] or nil end
   return request
@@ -16,6 +18,11 @@ end
 local function append(log, channel, seq, kind, event, epoch, cap)
   redis.call('XADD', log, 'MAXLEN', '~', cap, seq .. '-0', 't', kind, 'd', event, 'ep', epoch)
   redis.call('PUBLISH', channel, event)
+end
+
+-- False for what is no entry's id: commands would refuse it with an error.
+local function entry_id(text)
+  return text ~= nil and #text <= 40 and string.match(text, '^%d+%-%d+$') ~= nil
 end
 
 -- The fence of every write of a worker. The owner counts too: a server that crashed and lost its last second may hand
