@@ -76,6 +76,14 @@ class Metrics:
     def count_open(self, model: str, change: int) -> None:
         """Count a request that this process begins (1) or ceases (-1) to follow."""
         self.open_requests.labels(model).inc(change)
+
+    def count_waiting(self, model: str, change: int) -> None:
+        """Count a request that no worker has begun (1), or that one has, or that was dropped before (-1)."""
+        if self._vllm is not None:
+            self._vllm.waiting.labels(model).inc(change)
+
+    def count_running(self, model: str, change: int) -> None:
+        """Count a request that a worker has begun (1), or that is no longer followed (-1)."""
         if self._vllm is not None:
             self._vllm.running.labels(model).inc(change)
 

@@ -176,11 +176,13 @@ class Follow:
         self.subject = subject
         self.clock = asyncio.get_running_loop().time
         self.began = self.clock()
+        self.came = self.began
+        """Reading of the clock when the event came that iteration gave last; it may have been taken ahead."""
         self._relay = relay
         self._events = events
         self._keepalive_s = relay.settings.keepalive_s
         self._deadline = self.began + relay.settings.request_timeout_s + relay.settings.timeout_grace_s
-        self._early: deque[Progress] = deque()
+        self._early: deque[tuple[float, Progress]] = deque()
         self._inbox: deque[Event | Exception] = deque()
         self._room = asyncio.Event()
         self._waiter: asyncio.Future[None] | None = None
@@ -196,17 +198,22 @@ class Follow:
         self._abort_reason = "disconnected"
         self._closed = False
         self._saw_delta = False
+        self._begun = False
         relay.metrics.count_open(subject.model, 1)
+        relay.metrics.count_waiting(subject.model, 1)
 
     def __aiter__(self) -> "Follow":
         return self
 
     async def __anext__(self) -> Progress | None:
         if self._early:
-            return self._early.popleft()
+            self.came, event = self._early.popleft()
+            return event
         if self._ended:
             raise StopAsyncIteration
-        return await self._wait(self._keepalive_s)
+        awaited = await self._wait(self._keepalive_s)
+        self.came = self.clock()
+        return awaited
 
     async def raw(self) -> AsyncGenerator[Progress | Failed | None]:
         """Iterate with a failure as an event, not as an exception."""
@@ -222,17 +229,17 @@ class Follow:
         """Return once the request is in its queue, or after `keepalive_s`; raises as iteration."""
         event = await self._wait(self._keepalive_s)
         if event is not None:
-            self._early.append(event)
+            self._early.append((self.clock(), event))
 
     async def wait_for_news(self) -> None:
-        if any(not isinstance(event, Queued | Started) for event in self._early):
+        if any(not isinstance(event, Queued | Started) for _, event in self._early):
             return
         limit = self.clock() + self._keepalive_s
         while (left := limit - self.clock()) > 0:
             event = await self._wait(left)
             if event is None:
                 return
-            self._early.append(event)
+            self._early.append((self.clock(), event))
             if not isinstance(event, Queued | Started):
                 return
 
@@ -247,7 +254,9 @@ class Follow:
         self._closed = True
         if self._watch is not None:
             self._watch.cancel()
-        self._relay.metrics.count_open(self.subject.model, -1)
+        metrics, model = self._relay.metrics, self.subject.model
+        metrics.count_open(model, -1)
+        (metrics.count_running if self._begun else metrics.count_waiting)(model, -1)
         await self._relay.forget(self, None if self._ended or self._terms.keep else self._abort_reason)
         if self._terms.reservation is not None and (self._ended or not self._terms.keep):
             await self._relay.settle(self._terms.reservation, None if self._refused else self._spent)
@@ -315,6 +324,10 @@ class Follow:
 
     def _observe(self, event: Event) -> Progress:
         metrics, model = self._relay.metrics, self.subject.model
+        if not self._begun and not isinstance(event, Queued):
+            self._begun = True
+            metrics.count_waiting(model, -1)
+            metrics.count_running(model, 1)
         match event:
             case Failed():
                 self._ended = True

@@ -25,7 +25,13 @@ class VllmNames:
 
         self.running = Gauge(
             "vllm:num_requests_running",
-            "Requests that this process follows, queued ones included.",
+            "Requests that a worker runs, of those that this process follows.",
+            _LABELS,
+            registry=registry,
+        )
+        self.waiting = Gauge(
+            "vllm:num_requests_waiting",
+            "Requests that wait for a worker, of those that this process follows.",
             _LABELS,
             registry=registry,
         )

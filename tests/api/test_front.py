@@ -1,5 +1,6 @@
 """Headers, probes, documents: what surrounds the endpoints."""
 
+import asyncio
 import logging
 import subprocess
 import sys
@@ -8,7 +9,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from shared.client import FleetUnavailable
-from tests.api.scripted import Caller, ScriptedFleet, running
+from shared.events import Queued, Started
+from tests.api.scripted import Answer, Caller, ScriptedFleet, running, steps
 
 
 async def test_every_answer_has_a_request_id(caller: Caller) -> None:
@@ -160,3 +162,29 @@ def test_the_front_brings_no_engine_with_it() -> None:
     loaded = set(listed.stdout.split())
     assert "fastapi" in loaded
     assert loaded.isdisjoint({"torch", "transformers", "worker", "kernels", "triton", "safetensors", "numpy"})
+
+
+async def test_requests_are_counted_as_waiting_until_a_worker_begins(fleet: ScriptedFleet) -> None:
+    leave = asyncio.Event()
+    async with running(fleet) as caller:
+
+        async def gauges() -> tuple[float, float]:
+            text = (await caller.get("/metrics")).body.decode()
+            families = text_string_to_metric_families(text)
+            values = {sample.name: sample.value for family in families for sample in family.samples}
+            return values.get("vllm:num_requests_waiting", 0.0), values.get("vllm:num_requests_running", 0.0)
+
+        body = {"content-type": "application/json"}
+        calls: list[asyncio.Task[Answer]] = []
+        for script, expected in ((steps(Queued, 600.0), (1, 0)), (steps(Queued, begun, 600.0), (1, 1))):
+            fleet.script = script
+            calls.append(asyncio.create_task(caller.call("POST", "/generate", b'{"prompt": "x"}', body, leave)))
+            await fleet.reached_waits(len(calls))
+            assert await gauges() == expected
+        leave.set()
+        await asyncio.gather(*calls)
+        assert await gauges() == (0, 0)
+
+
+def begun(request_id: str) -> Started:
+    return Started(request_id, 1, "w1")
