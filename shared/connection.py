@@ -20,6 +20,7 @@ from redis.connection import ConnectionPool as SyncConnectionPool
 from redis.retry import Retry as SyncRetry
 
 from shared.lua import Script
+from shared.sentinel import SCHEME, PrimaryPool, Sentinels, SyncPrimaryPool
 
 CONNECT_TIMEOUT_S = 3.0
 REPLY_TIMEOUT_S = 8.0
@@ -93,30 +94,35 @@ def _classify_reply(message: str) -> Failure:
 def open_client(url: str, connections: int = 8) -> Redis:
     """Return an async client for short calls; calls beyond `connections` wait for one to be free.
 
-    Connects at the first command. Raises ValueError for a URL that is not redis://, rediss:// or unix://.
+    Connects at the first command. Raises ValueError for a URL that is not redis://, rediss://, unix:// or
+    redis+sentinel://.
     """
-    pool = BlockingConnectionPool.from_url(  # pyright: ignore[reportUnknownMemberType]
-        url,
-        max_connections=connections,
-        timeout=REPLY_TIMEOUT_S,
-        retry=Retry(NoBackoff(), 0),
-        socket_timeout=REPLY_TIMEOUT_S,
-        socket_connect_timeout=CONNECT_TIMEOUT_S,
-        protocol=2,
-    )
+    options: dict[str, Any] = {
+        "max_connections": connections,
+        "timeout": REPLY_TIMEOUT_S,
+        "retry": Retry(NoBackoff(), 0),
+        "socket_timeout": REPLY_TIMEOUT_S,
+        "socket_connect_timeout": CONNECT_TIMEOUT_S,
+        "protocol": 2,
+    }
+    if url.startswith(SCHEME):
+        return Redis.from_pool(PrimaryPool(Sentinels.from_url(url), **options))
+    pool = BlockingConnectionPool.from_url(url, **options)  # pyright: ignore[reportUnknownMemberType]
     return Redis.from_pool(pool)
 
 
 def open_sync_client(url: str, timeout_s: float = REPLY_TIMEOUT_S) -> SyncRedis:
     """Return a client for one thread without an event loop."""
-    pool = SyncConnectionPool.from_url(  # pyright: ignore[reportUnknownMemberType]
-        url,
-        max_connections=2,
-        retry=SyncRetry(NoBackoff(), 0),
-        socket_timeout=timeout_s,
-        socket_connect_timeout=min(timeout_s, CONNECT_TIMEOUT_S),
-        protocol=2,
-    )
+    options: dict[str, Any] = {
+        "max_connections": 2,
+        "retry": SyncRetry(NoBackoff(), 0),
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": min(timeout_s, CONNECT_TIMEOUT_S),
+        "protocol": 2,
+    }
+    if url.startswith(SCHEME):
+        return SyncRedis.from_pool(SyncPrimaryPool(Sentinels.from_url(url), **options))
+    pool = SyncConnectionPool.from_url(url, **options)  # pyright: ignore[reportUnknownMemberType]
     return SyncRedis.from_pool(pool)
 
 

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Self, cast
 
 import hiredis
+from redis import exceptions
 from redis.asyncio.connection import SSLConnection, UnixDomainSocketConnection, parse_url
 
 from shared.connection import CONNECT_TIMEOUT_S, FleetUnavailable
+from shared.sentinel import SCHEME, Sentinels
 
 _CHANNELS_A_COMMAND = 500
 
@@ -29,10 +31,16 @@ class Endpoint:
     tls: ssl.SSLContext | None
     credentials: tuple[str, ...]
     """Arguments of AUTH: nothing, a password, or a user and a password."""
+    sentinels: Sentinels | None = None
+    """Whom to ask for host and port, which are then unused."""
 
     @classmethod
     def from_url(cls, url: str) -> Self:
-        """Parse redis://, rediss:// or unix://; raises ValueError for others."""
+        """Parse redis://, rediss://, unix:// or redis+sentinel://; raises ValueError for others."""
+        if url.startswith(SCHEME):
+            sentinels = Sentinels.from_url(url)
+            known = tuple(part for part in (sentinels.username, sentinels.password) if part is not None)
+            return cls("", 0, None, None, known, sentinels)
         options: dict[str, Any] = dict(parse_url(url))
         kind = options.get("connection_class")
         user, password = options.get("username"), options.get("password")
@@ -81,8 +89,11 @@ class PubSubConnection(asyncio.Protocol):
                 if endpoint.path is not None:
                     _, connection = await loop.create_unix_connection(build, endpoint.path)
                 else:
-                    _, connection = await loop.create_connection(build, endpoint.host, endpoint.port, ssl=endpoint.tls)
-        except (OSError, TimeoutError) as error:
+                    host, port = endpoint.host, endpoint.port
+                    if endpoint.sentinels is not None:
+                        host, port = await endpoint.sentinels.primary()
+                    _, connection = await loop.create_connection(build, host, port, ssl=endpoint.tls)
+        except (OSError, TimeoutError, exceptions.RedisError) as error:
             raise FleetUnavailable(f"Redis cannot be reached: {error}") from error
         return connection
 

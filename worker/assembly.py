@@ -8,7 +8,7 @@ import torch
 from shared.card import CARD_FILES, ModelCard
 from shared.commands import Generate
 from shared.text import InvalidTokenizer, TextStream, Tokenizer
-from worker.device import Placement, free_memory, place
+from worker.device import Placement, free_memory, guarded, place
 from worker.engine.engine import Engine
 from worker.engine.ports import Resume
 from worker.engine.scheduler import BatchLimits, CacheShape
@@ -51,7 +51,7 @@ def assemble(settings: WorkerSettings) -> Assembly:
     def make_text(request: Generate, resume: Resume) -> TextStream:
         return TextStream(tokenizer, request.limits.stop, resume.text_length)
 
-    engine = Engine(spec, cache, limits, runner, make_text)
+    engine = Engine(spec, cache, limits, guarded(runner), make_text)
     card = card_of(settings.served_name, settings.folder, spec, tokenizer, settings.partitions)
     return Assembly(engine, spec, tokenizer, card, placement)
 

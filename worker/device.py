@@ -6,11 +6,34 @@ from pathlib import Path
 
 import torch
 
+from worker.engine.plan import Plan
+from worker.engine.ports import Decision, DeviceFull, Forward
+
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 
 
 class DeviceError(Exception):
     """The requested device is not there, or cannot do what is asked."""
+
+
+def guarded(forward: Forward) -> Forward:
+    """Return a forward that tells an exhausted device by `DeviceFull`, its memory tidied up."""
+
+    def run(plan: Plan) -> Decision:
+        try:
+            return forward(plan)
+        except (torch.OutOfMemoryError, MemoryError):
+            pass
+        except RuntimeError as error:
+            # What the allocator of the CPU raises has no class of its own.
+            if "can't allocate memory" not in str(error):
+                raise
+        # Here, because the exception kept the failed step's tensors alive.
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        raise DeviceFull
+
+    return run
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,10 @@ _REST_S = 0.25
 _FLUSH_S = 10.0
 
 
+class PageLeak(Exception):
+    """The engine is idle, and some of its pages are not free: a fault of the program, which would grow."""
+
+
 class Stepper(Protocol):
     """What the loop needs of `Engine`."""
 
@@ -132,6 +136,8 @@ class Service:
         load = self._engine.load()
         self._bridge.deliver(outbox, load.waiting)
         self._metrics.count_step(outbox, load, time.perf_counter() - began)
+        if self._engine.idle and load.free_pages != load.total_pages:
+            raise PageLeak(f"{load.total_pages - load.free_pages} KV pages belong to nobody")
 
     def _begin_drain(self) -> None:
         if self._draining:

@@ -71,8 +71,8 @@ class WorkerSettings(ServiceSettings):
         if self.num_pages is not None and self.kv_cache_mb is not None:
             raise ValueError("num_pages and kv_cache_mb exclude each other")
         check_model_name(self.served_name)
-        if not self.redis_url.startswith(("redis://", "rediss://", "unix://")):
-            raise ValueError("redis_url must begin with redis://, rediss:// or unix://")
+        if not self.redis_url.startswith(("redis://", "rediss://", "unix://", "redis+sentinel://")):
+            raise ValueError("redis_url must begin with redis://, rediss://, unix:// or redis+sentinel://")
         return self
 
     @property

@@ -147,7 +147,7 @@ async def _run(
     keeper = asyncio.create_task(staff.keep())
     monkey = Monkey(seed, lambda: staff.workers, server, network, LEASE_MS / 1000)
     async with FleetClient.connect(server.url) as near, FleetClient.connect(network.url) as far:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(150):
             while MODEL not in await near.models():
                 await asyncio.sleep(0.05)
             menu = await cook(near, MODEL, LENGTHS)

@@ -12,9 +12,9 @@ import torch
 
 import worker.assembly
 from worker.__main__ import main
+from worker.device import guarded
 from worker.engine.plan import Plan
-from worker.engine.ports import Decision
-from worker.runner import Runner
+from worker.engine.ports import Decision, Forward
 
 KILLS = 300
 """The process dies at once, as of a segmentation fault in a kernel."""
@@ -26,10 +26,13 @@ NOT_A_NUMBER = 303
 """Its own row has NaN for logits."""
 
 
-class FaultyRunner(Runner):
+class FaultyDevice:
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+        self._firsts: dict[str, int] = {}
+
     def __call__(self, plan: Plan) -> Decision:
-        firsts = {row.request_id: row.token_ids[0] for row in plan.rows if row.start == 0}
-        self._firsts = {**getattr(self, "_firsts", {}), **firsts}
+        self._firsts |= {row.request_id: row.token_ids[0] for row in plan.rows if row.start == 0}
         faults = [self._firsts.get(row.request_id) for row in plan.rows]
         if KILLS in faults:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -37,7 +40,7 @@ class FaultyRunner(Runner):
             time.sleep(3600)
         if FILLS_MEMORY in faults:
             raise torch.OutOfMemoryError("told so")
-        decision = super().__call__(plan)
+        decision = self._forward(plan)
         for index, fault in enumerate(faults):
             if fault == NOT_A_NUMBER and plan.rows[index].canvas is not None:
                 decision.failed[index] = "NaN in the logits"
@@ -45,5 +48,5 @@ class FaultyRunner(Runner):
 
 
 if __name__ == "__main__":
-    worker.assembly.Runner = FaultyRunner  # pyright: ignore[reportPrivateImportUsage]
+    worker.assembly.guarded = lambda forward: guarded(FaultyDevice(forward))  # pyright: ignore[reportPrivateImportUsage]
     sys.exit(main())

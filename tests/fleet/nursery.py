@@ -104,23 +104,25 @@ class Nursery:
 def serve(orders: Sequence[str] = ()) -> None:
     """Fork a worker for each line of standard input, tell of those that end; return when the input has."""
     import worker.assembly
+    from worker.device import guarded
     from worker.engine.plan import Plan
-    from worker.engine.ports import Decision
-    from worker.runner import Runner
+    from worker.engine.ports import Decision, Forward
 
     begun = os.open(os.environ[BEGUN], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
-    class RecordingRunner(Runner):
-        def __call__(self, plan: Plan) -> Decision:
+    def recording(forward: Forward) -> Forward:
+        def run(plan: Plan) -> Decision:
             rows = [row for row in plan.rows if row.canvas is not None and row.canvas.step == 0]
             if rows:
                 # One write, at once: it must outlive a process that is killed in this very step.
                 os.write(
                     begun, "".join(f"{row.request_id} {row.canvas.start}\n" for row in rows if row.canvas).encode()
                 )
-            return super().__call__(plan)
+            return forward(plan)
 
-    worker.assembly.Runner = RecordingRunner  # pyright: ignore[reportPrivateImportUsage]
+        return run
+
+    worker.assembly.guarded = lambda forward: recording(guarded(forward))  # pyright: ignore[reportPrivateImportUsage]
     alive: set[int] = set()
     selector = selectors.DefaultSelector()
     selector.register(0, selectors.EVENT_READ)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 REPOSITORY = Path(__file__).parents[2]
-PATIENCE_S = 60.0
+PATIENCE_S = 150.0
 
 T = TypeVar("T")
 

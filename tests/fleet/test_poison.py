@@ -2,6 +2,7 @@
 
 import asyncio
 
+import pytest
 from redis import Redis
 
 from shared.client import FleetClient
@@ -12,6 +13,9 @@ from tests.fleet.conftest import SpawnWorker
 from tests.fleet.faulty_worker import KILLS
 from tests.fleet.processes import WorkerProcess
 from tests.fleet.requests_for_tests import assert_whole, collect, sequential
+
+# A busy machine takes its time to start workers.
+pytestmark = pytest.mark.timeout(400)
 
 NAME = "poisoned"
 SLOTS = 4

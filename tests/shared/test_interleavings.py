@@ -194,6 +194,7 @@ class Interleavings(RuleBasedStateMachine):
             slot, request = worker.slots[request_id], self.requests[request_id]
             if not self._owned(slot):
                 assert answer.state is HeldState.FENCED
+                request.attempts = int(state_of(self.redis, request_id)["att"])  # it was not killed: one fewer
                 self.stale.append(worker.slots.pop(request_id))
             else:
                 assert answer.state is (HeldState.ABORTED if request.aborted else HeldState.OK)

@@ -194,6 +194,25 @@ async def test_a_lost_reply_makes_no_suspect_of_a_request_whose_owner_lives(
     assert (claim.epoch, claim.attempt, other.on_probation) == (2, 1, False)
 
 
+async def test_a_worker_that_comes_back_acquits_what_it_ran(
+    fleet: FleetClient, new_queue: NewQueue, fleet_redis: Any, redis_url: str
+) -> None:
+    [request_id] = await submit(fleet, 1)
+    [lost] = await new_queue("frozen").take(1)
+    crash(fleet_redis, [lost])
+    [claim] = await new_queue("second").take(1)
+    assert claim.attempt == 2
+    heart = Heart.connect(redis_url, "frozen", MODEL, HOUR_MS)
+    for _ in range(2):
+        heart.beat({lost.id: lost.epoch}, WorkerInfo("frozen", MODEL, "ready"))
+    heart.close()
+    assert (state_of(fleet_redis, request_id)["att"], state_of(fleet_redis, request_id)["lost"]) == ("1", "")
+    crash(fleet_redis, [claim])
+    third = new_queue("third")
+    [claim] = await third.take(1)
+    assert (claim.attempt, third.on_probation) == (2, False)
+
+
 async def die(fleet: FleetClient, new_queue: NewQueue, redis: Any) -> str:
     """Return a request that has killed all workers which ran it."""
     [request_id] = await submit(fleet, 1)

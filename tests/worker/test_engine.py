@@ -13,7 +13,8 @@ from shared.events import Delta, Event, Failed, Finished, Snapshot, is_terminal
 from shared.keys import new_request_id
 from tests.worker.paper_model import FILLER, MASK, STOP, VOCAB, PaperForward, decode_alone, paper_spec
 from worker.engine.engine import Engine
-from worker.engine.ports import Arrival, Inbox, Outbox, Resume
+from worker.engine.plan import Plan
+from worker.engine.ports import Arrival, Decision, DeviceFull, Inbox, Outbox, Resume
 from worker.engine.scheduler import BatchLimits, CacheShape
 
 
@@ -328,6 +329,25 @@ def test_nan_in_one_row_fails_that_request_only() -> None:
     end = bench.end(bad)
     assert isinstance(end, Failed) and end.code == "nan"
     check(bench, good)
+
+
+def test_a_full_device_fails_the_widest_request_and_the_others_go_on() -> None:
+    bench = Bench()
+    short, wide, late = ask([1], 12), ask([2] * 30, 12), ask([3], 12)
+
+    class FullDevice(PaperForward):
+        def __call__(self, plan: Plan) -> Decision:
+            if plan.tokens > 24:
+                raise DeviceFull
+            return super().__call__(plan)
+
+    bench.forward = FullDevice(200, 4)
+    bench.engine._forward = bench.forward
+    bench.run([short, wide, late])
+    end = bench.end(wide)
+    assert isinstance(end, Failed) and (end.code, end.seq) == ("out_of_memory", 2)
+    check(bench, short)
+    check(bench, late)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ class ScriptedEngine:
         self.length = length
         self.left: dict[str, int] = {}
         self.steps = 0
+        self.free_pages = 1
         self.on_step: Callable[[int], None] = lambda number: None
 
     @property
@@ -48,7 +49,7 @@ class ScriptedEngine:
         return outbox
 
     def load(self) -> Load:
-        return Load(len(self.left), 0, 1, 1, self.steps)
+        return Load(len(self.left), 0, self.free_pages, 1, self.steps)
 
 
 class ScriptedBridge:
@@ -157,6 +158,17 @@ def test_an_error_in_a_step_ends_the_worker_without_half_a_state(
     assert worker.bridge.events == [] and not worker.bridge.closed
     assert not worker.ready_file.exists()
     assert "a step has failed" in caplog.text
+
+
+def test_pages_that_belong_to_nobody_end_an_idle_worker_loudly(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = Worker(tmp_path)
+    worker.arrive()
+    worker.engine.free_pages = 0
+    assert worker.service.run() is ExitCode.INTERNAL
+    assert "1 KV pages belong to nobody" in caplog.text
+    assert len(worker.bridge.events) == 1
 
 
 def test_an_idle_worker_notices_that_its_bridge_has_died(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ from itertools import count
 
 from shared.commands import Generate
 from shared.events import Event, FailCode
-from worker.engine.plan import Canvas
-from worker.engine.ports import Arrival, Decision, Forward, Inbox, Load, Outbox, Resume, TextDecoder
+from worker.engine.plan import Canvas, Plan
+from worker.engine.ports import Arrival, Decision, DeviceFull, Forward, Inbox, Load, Outbox, Resume, TextDecoder
 from worker.engine.scheduler import BatchLimits, CacheShape, Scheduler
 from worker.engine.sequence import Sequence
 from worker.models.spec import ModelSpec
@@ -57,7 +57,12 @@ class Engine:
         plan, sequences = self._scheduler.plan(self._steps)
         if not plan.rows:
             return outbox
-        decision = self._forward(plan)
+        try:
+            decision = self._forward(plan)
+        except DeviceFull:
+            # One request ends, the others' state is as it was: their rows come again in the next step.
+            self._fail(_widest(plan, sequences), "out_of_memory", "no memory for this request's step", outbox.events)
+            return outbox
         for index, (row, sequence) in enumerate(zip(plan.rows, sequences, strict=True)):
             if row.canvas is None:
                 sequence.written(row.end)
@@ -155,3 +160,9 @@ class Engine:
     def _fail(self, sequence: Sequence, code: FailCode, message: str, events: list[Event]) -> None:
         self._scheduler.remove(sequence)
         events.append(sequence.failed(code, message))
+
+
+def _widest(plan: Plan, sequences: list[Sequence]) -> Sequence:
+    """Return the sequence with the most query positions, of equal ones the youngest."""
+    widths = zip((len(row.token_ids) for row in plan.rows), sequences, strict=True)
+    return max(widths, key=lambda pair: (pair[0], pair[1].order))[1]

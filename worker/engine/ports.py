@@ -83,8 +83,12 @@ class Decision:
     """[rows]: why a row cannot be decided (NaN in its logits), or None."""
 
 
+class DeviceFull(Exception):
+    """The device has no memory for this plan; a smaller one may fit. Nothing was decided."""
+
+
 class Forward(Protocol):
-    """Run one plan and decide: the injected owner of the tensors."""
+    """Run one plan and decide: the injected owner of the tensors. Raises `DeviceFull`."""
 
     def __call__(self, plan: Plan) -> Decision:
         """Write KV for every row's query range, then decide the rows that want logits.
