@@ -168,3 +168,16 @@ def test_each_forward_sees_the_canvas_that_the_reference_saw(folder: GoldenFolde
     run(make_engine(folder, [each], length, watch=watch), [[each.request]])
 
     assert seen == entry["block_trace"]
+
+
+@pytest.mark.parametrize(("folder", "runs"), _batches())
+def test_a_text_that_is_written_already_gives_the_same_tokens(folder: GoldenFolder, runs: list[Run]) -> None:
+    engine = make_engine(folder, runs, page_size=runs[0].request.block_length or 16)
+    run(engine, [[each.request for each in runs]])
+
+    again = [each.request.model_copy(update={"id": f"{each.request.id}-again"}) for each in runs]
+    result = run(engine, [[request] for request in again])
+
+    assert {each.request.id: each.observe(result[f"{each.request.id}-again"]) for each in runs} == {
+        each.request.id: each.answer for each in runs
+    }

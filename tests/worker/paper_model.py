@@ -94,8 +94,10 @@ class PaperForward:
 
     def __call__(self, plan: Plan) -> Decision:
         self.plans.append(plan)
-        owners = [page for row in plan.rows for page in row.pages]
-        assert len(owners) == len(set(owners)), "a page has two owners in one plan"
+        for row in plan.rows:
+            written = set(row.pages[row.start // self.page_size : -(-row.end // self.page_size)])
+            others = {page for other in plan.rows if other is not row for page in other.pages}
+            assert not written & others, "a row writes to a page that another one sees"
         decision = Decision([], [], [], [])
         for row in plan.rows:
 

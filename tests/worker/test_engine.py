@@ -390,3 +390,89 @@ def test_min_tokens_forbids_a_stop_until_the_block_that_reaches_it() -> None:
     bench.run()
     canvases = [row.canvas for plan in bench.forward.plans for row in plan.rows if row.canvas]
     assert all((STOP in canvas.forbidden) == (canvas.start < 7) for canvas in canvases)
+
+
+# --- texts that several requests share
+
+beginnings = st.sampled_from([[n % 7 for n in range(24)], [5] * 20, [1, 2, 3]])
+sharing = st.builds(
+    lambda begin, rest, most, seed, block, cache: ask(
+        [*begin, *rest], most, seed=seed, block_length=block, ignore_eos=True
+    ).model_copy(update={"cache_prompt": cache}),
+    beginnings,
+    st.lists(st.integers(0, 3), max_size=9),
+    st.integers(1, 24),
+    st.integers(0, 2),
+    st.sampled_from([None, 1, 2, 3]),
+    st.sampled_from([True, True, True, False]),
+)
+
+
+@given(st.lists(st.tuples(sharing, st.integers(0, 20)), min_size=2, max_size=8), st.integers(18, 60))
+@settings(max_examples=80, deadline=None)
+def test_sharing_pages_changes_no_token_under_any_pressure(arrivals: list[tuple[Generate, int]], pages: int) -> None:
+    bench = Bench(pages=pages, rows=4, budget=32)
+    for moment in range(21):
+        bench.step(Inbox(arrivals=[Arrival(request, 1) for request, at in arrivals if at == moment]))
+    bench.run()
+    for request, _ in arrivals:
+        check(bench, request)
+
+
+def test_the_second_request_with_a_prompt_runs_only_what_is_new() -> None:
+    bench = Bench()
+    prompt = [n % 11 for n in range(40)]
+    first, second = ask([*prompt, 1], 6, ignore_eos=True), ask([*prompt, 2], 6, ignore_eos=True)
+    bench.run([first])
+    before = len(bench.forward.plans)
+    bench.run([second])
+    check(bench, second)
+    assert bench.engine.load().cached_tokens == 40
+    assert max(plan.tokens for plan in bench.forward.plans[before:]) == 2 * 4
+
+
+def test_a_next_turn_finds_the_answer_before_it() -> None:
+    bench = Bench()
+    first = ask([3] * 10, 22, ignore_eos=True)
+    bench.run([first])
+    second = ask([*first.prompt, *bench.tokens(first), 9, 9], 8, ignore_eos=True)
+    bench.run([second])
+    check(bench, second)
+    # The last block of an answer is never written from its final tokens.
+    assert bench.engine.load().cached_tokens == 28
+
+
+def test_requests_that_decode_together_share_what_is_written() -> None:
+    bench = Bench()
+    prompt = [n % 5 for n in range(32)]
+    early, late = ask(prompt, 12, ignore_eos=True), ask(prompt, 12, seed=1, ignore_eos=True)
+    bench.step(Inbox(arrivals=[Arrival(early, 1)]))
+    bench.step()
+    bench.step(Inbox(arrivals=[Arrival(late, 1)]))
+    row_of = {row.request_id: row for row in bench.forward.plans[-1].rows}
+    assert row_of[early.id].pages[:8] == row_of[late.id].pages[:8]
+    bench.run()
+    check(bench, early)
+    check(bench, late)
+
+
+def test_a_request_that_wants_no_sharing_neither_finds_nor_leaves_anything() -> None:
+    bench = Bench()
+    shy = ask([2] * 16, 4).model_copy(update={"cache_prompt": False})
+    for request in (shy, ask([2] * 16, 4), shy.model_copy(update={"id": new_request_id("paper")})):
+        bench.run([request])
+        check(bench, request)
+    assert bench.engine.load().cached_tokens == 0
+
+
+def test_nobody_finds_what_a_failed_request_has_written() -> None:
+    bench = Bench()
+    bad = ask([4] * 16, 40, ignore_eos=True)
+    bench.step(Inbox(arrivals=[Arrival(bad, 1)]))
+    bench.step()
+    bench.forward.poison.add(bad.id)
+    bench.step()
+    assert bench.end(bad).t == "failed"
+    bench.run([good := ask([4] * 16, 8)])
+    check(bench, good)
+    assert bench.engine.load().cached_tokens == 0

@@ -45,6 +45,7 @@ class Engine:
             total_pages=scheduler.pool.num_pages,
             steps=self._steps,
             preemptions=scheduler.preemptions,
+            cached_tokens=scheduler.cached_tokens,
         )
 
     def step(self, inbox: Inbox) -> Outbox:
@@ -158,7 +159,8 @@ class Engine:
             events.append(sequence.finished(ending))
 
     def _fail(self, sequence: Sequence, code: FailCode, message: str, events: list[Event]) -> None:
-        self._scheduler.remove(sequence)
+        # What a faulty step wrote may be what made it fail.
+        self._scheduler.remove(sequence, spoiled=True)
         events.append(sequence.failed(code, message))
 
 

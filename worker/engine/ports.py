@@ -67,6 +67,8 @@ class Load:
     total_pages: int
     steps: int
     preemptions: int = 0
+    cached_tokens: int = 0
+    """Tokens so far that were not prefilled because their keys were there."""
 
 
 @dataclass(frozen=True, slots=True)

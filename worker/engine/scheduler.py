@@ -44,6 +44,8 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.preemptions = 0
+        self.cached_tokens = 0
+        """Tokens that were not prefilled because their pages were there."""
 
     def add(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=_age)
@@ -51,12 +53,15 @@ class Scheduler:
     def find(self, request_id: str) -> Sequence | None:
         return next((s for s in (*self.running, *self.waiting) if s.id == request_id), None)
 
-    def remove(self, sequence: Sequence) -> None:
-        """Let a sequence leave; its pages are free at once."""
+    def remove(self, sequence: Sequence, *, spoiled: bool = False) -> None:
+        """Let a sequence leave; its pages are free at once, and nobody finds them again if they are `spoiled`."""
         if sequence in self.running:
             self.running.remove(sequence)
         else:
             self.waiting.remove(sequence)
+        if spoiled:
+            for page in sequence.pages:
+                self.pool.forget(page)
         self.pool.give_back(sequence.pages)
         sequence.pages = []
 
@@ -71,6 +76,7 @@ class Scheduler:
 
     def plan(self, step: int) -> tuple[Plan, list[Sequence]]:
         """Return the next step's plan and the sequences of its rows, in the same order."""
+        self._publish()
         self._grow()
         self._admit()
         pairs = self._rows()
@@ -82,6 +88,24 @@ class Scheduler:
 
     def _missing(self, sequence: Sequence) -> int:
         return self.pool.pages_for(sequence.reach) * sequence.copies - len(sequence.pages)
+
+    def _publish(self) -> None:
+        """Let others find the pages that have become final since the last step."""
+        for sequence in self.running:
+            keys = sequence.page_keys(self.pool.page_size, sequence.cached)
+            for page, key in zip(sequence.pages[sequence.shared :], keys[sequence.shared :], strict=False):
+                self.pool.register(page, key)
+            sequence.shared = max(sequence.shared, len(keys))
+
+    def _share(self, sequence: Sequence) -> list[int]:
+        """Hold and return the pages of others that begin a waiting sequence's text."""
+        pages: list[int] = []
+        for key in sequence.page_keys(self.pool.page_size, sequence.shareable_end):
+            page = self.pool.share(key)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
 
     def _grow(self) -> None:
         """Give running sequences the pages of their active block, oldest first."""
@@ -108,14 +132,16 @@ class Scheduler:
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.limits.max_rows:
             sequence = self.waiting[0]
-            missing = self._missing(sequence)
+            shared = self._share(sequence)
+            missing = self._missing(sequence) - len(shared)
             # Every running row may need a page soon: a newcomer that would take the last ones only causes preemption.
-            if self.running and missing + len(self.running) > self.pool.free:
-                return
-            pages = self.pool.take(missing)
+            crowded = self.running and missing + len(self.running) > self.pool.free
+            pages = None if crowded else self.pool.take(missing)
             if pages is None:
+                self.pool.give_back(shared)
                 return
-            sequence.pages.extend(pages)
+            sequence.hold(shared, pages, self.pool.page_size)
+            self.cached_tokens += sequence.cached
             self.waiting.pop(0)
             insort(self.running, sequence, key=_age)
 
