@@ -203,6 +203,8 @@ def _one_of(name: str, flat: int | None, nested: int | None) -> int | None:
 def _block_length(wanted: int | None, card: ModelCard) -> int | None:
     if wanted is not None and card.fixed_block_length and wanted != card.block_length:
         raise invalid("block_length", f"block_length is {wanted}; this model works only with {card.block_length}")
+    if wanted is not None and card.largest_block is not None and wanted > card.largest_block:
+        raise invalid("block_length", f"block_length is {wanted}; this model takes {card.largest_block} at most")
     return wanted
 
 

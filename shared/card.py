@@ -49,6 +49,8 @@ class ModelCard:
     """sha256 (hex) over everything else; computed unless given."""
     partitions: int = 1
     """Into how many lots the model's queue is split: a new request goes to any of them."""
+    largest_block: int | None = None
+    """The longest block that a worker has room for in one step, guidance doubling its cost; None: any."""
 
     def __post_init__(self) -> None:
         if not self.digest:
@@ -99,6 +101,7 @@ class _Meta(BaseModel):
     mask_token_id: int
     vocab_size: Annotated[int, Field(ge=1)]
     partitions: Annotated[int, Field(ge=1, le=1000)] = 1
+    largest_block: Annotated[int, Field(ge=1)] | None = None
 
 
 def _meta(card: ModelCard) -> bytes:

@@ -41,6 +41,7 @@ def _entry(card: ModelCard) -> dict[str, object]:
         "family": card.family,
         "max_model_len": card.max_model_len,
         "block_length": card.block_length,
+        "largest_block_length": card.largest_block,
         "fixed_block_length": card.fixed_block_length,
         "decoding": card.decoding,
         "temperature": card.temperature,

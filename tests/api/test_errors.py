@@ -148,6 +148,18 @@ async def test_the_model_may_be_left_out_only_where_there_is_one(caller: Caller,
     assert (await caller.post("/generate", {"prompt": "x"})).status == 404
 
 
+async def test_a_block_length_that_no_worker_has_room_for_is_refused_before_it_is_queued(
+    caller: Caller, fleet: ScriptedFleet
+) -> None:
+    fleet.cards = {CARD.name: dataclasses.replace(CARD, largest_block=8, digest="")}
+    for body in ({"block_length": 9}, {"diffusion": {"block_length": 9}}):
+        response = await caller.post("/generate", {"prompt": "x", **body})
+        assert (response.status, response.error["param"]) == (400, "block_length")
+        assert response.error["message"] == "block_length is 9; this model takes 8 at most"
+    assert fleet.commands == []
+    assert (await caller.post("/generate", {"prompt": "x", "block_length": 8})).status == 200
+
+
 async def test_a_block_length_is_refused_where_the_model_has_only_one(caller: Caller, fleet: ScriptedFleet) -> None:
     fleet.cards = {CARD.name: dataclasses.replace(CARD, fixed_block_length=True, digest="")}
     response = await caller.post("/generate", {"prompt": "x", "block_length": 8})

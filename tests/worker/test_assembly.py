@@ -6,11 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from shared.commands import Generate, Limits
+from shared.events import Failed
 from shared.text import Tokenizer
 from tests.fleet import models
 from tests.fleet.models import write_tiny_model
 from worker.assembly import assemble, cache_shape
 from worker.device import Placement
+from worker.engine.ports import Arrival, Inbox, Resume
 from worker.models import ModelError, load_model
 from worker.models.spec import ModelSpec
 from worker.settings import WorkerSettings
@@ -63,6 +66,19 @@ def test_the_card_carries_the_tokenizer(folder: Path) -> None:
     card = assemble(WorkerSettings(model=str(folder), threads=1)).card
     text = "once upon a time"
     assert Tokenizer.from_files(card.files).encode(text) == Tokenizer.from_folder(folder).encode(text)
+
+
+@pytest.mark.parametrize(("budget", "largest"), [(64, 16), (80, 20), (2048, 96)])
+def test_the_largest_block_that_a_card_announces_is_the_largest_that_the_engine_runs(
+    folder: Path, budget: int, largest: int
+) -> None:
+    assembly = assemble(WorkerSettings(model=str(folder), threads=1, token_budget=budget, num_pages=3))
+    assert assembly.card.largest_block == largest
+    for length, runs in ((largest, True), (largest + 1, False)):
+        limits = Limits(max_tokens=1)
+        command = Generate(id=str(length), model="m", prompt=(1,), limits=limits, block_length=length)
+        outbox = assembly.engine.step(Inbox(arrivals=[Arrival(command, 1, Resume())]))
+        assert any(isinstance(event, Failed) for event in outbox.events) is not runs
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])

@@ -356,8 +356,8 @@ def test_a_full_device_fails_the_widest_request_and_the_others_go_on() -> None:
         (ask([VOCAB]), "invalid_request", "prompt"),
         (ask([-1]), "invalid_request", "prompt"),
         (ask([1] * 256), "too_long", "prompt"),
-        (ask([1] * 100, 150), "no_capacity", "max_tokens"),
-        (ask([1], block_length=32), "no_capacity", "max_tokens"),
+        (ask([1] * 100, 150), "too_long", "max_tokens"),
+        (ask([1], block_length=32), "invalid_request", "block_length"),
     ],
 )
 def test_a_request_that_can_never_run_is_refused_at_once(request_: Generate, code: str, param: str) -> None:

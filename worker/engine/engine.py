@@ -116,13 +116,17 @@ class Engine:
             return "too_long", message, "prompt"
         if spec.fixed_block_length and sequence.block_length != spec.block_length:
             return "unsupported", f"this model decodes blocks of {spec.block_length}", "block_length"
+        if self._scheduler.block_too_long(sequence):
+            largest = self._scheduler.limits.largest_block // sequence.copies
+            message = f"block_length is {sequence.block_length}; this model takes {largest} at most"
+            return "invalid_request", message, "block_length"
         if not self._scheduler.can_ever_fit(sequence):
-            pool, budget = self._scheduler.pool, self._scheduler.limits.token_budget
+            pool = self._scheduler.pool
             message = (
-                f"{sequence.limit} tokens in blocks of {sequence.block_length} do not fit this worker: "
-                f"{pool.num_pages * pool.page_size} cached tokens, {budget} tokens a step"
+                f"{sequence.limit} tokens, prompt and output, in blocks of {sequence.block_length} do not fit: "
+                f"this model keeps {pool.num_pages * pool.page_size // sequence.copies} tokens, whole blocks"
             )
-            return "no_capacity", message, "max_tokens"
+            return "too_long", message, "max_tokens"
         return None
 
     def _give_back_at_boundaries(self, outbox: Outbox) -> None:

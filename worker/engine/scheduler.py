@@ -22,6 +22,11 @@ class BatchLimits:
     token_budget: int
     """Query tokens of one step, shared by prefill chunks and denoise rows."""
 
+    @property
+    def largest_block(self) -> int:
+        """The longest block that leaves a denoising row room beside a prompt's share of the budget."""
+        return max(1, self.token_budget // 4)
+
 
 def _age(sequence: Sequence) -> int:
     return sequence.order
@@ -72,7 +77,11 @@ class Scheduler:
         if self.pool.pages_for(last_end) * sequence.copies > self.pool.num_pages:
             return False
         # A window that cannot be cut may exceed the budget: it then runs alone.
-        return 4 * block * sequence.copies <= self.limits.token_budget or not sequence.window().divisible
+        return not self.block_too_long(sequence)
+
+    def block_too_long(self, sequence: Sequence) -> bool:
+        """True if a request that is cut between steps has blocks that could not be planned beside others."""
+        return 4 * sequence.block_length * sequence.copies > self.limits.token_budget and sequence.window().divisible
 
     def plan(self, step: int) -> tuple[Plan, list[Sequence]]:
         """Return the next step's plan and the sequences of its rows, in the same order."""
