@@ -73,7 +73,7 @@ def overloaded(message: str, retry_after_s: float) -> ApiError:
 
 
 def shutting_down() -> ApiError:
-    return overloaded("this server is shutting down; another one will take the request", 1)
+    return overloaded("this server is shutting down and no longer follows this request; send it again", 1)
 
 
 def internal() -> ApiError:

@@ -8,7 +8,7 @@ from shared.events import Delta, Finished, Queued, Snapshot, Started, Usage
 
 
 class Transcript:
-    """`clock` counts seconds, `began` is its reading at the submit."""
+    """`clock` tells in seconds when the event at hand came, `began` is its reading at the submit."""
 
     def __init__(self, began: float, clock: Callable[[], float]) -> None:
         self._began = began
@@ -23,16 +23,17 @@ class Transcript:
 
     @classmethod
     def of(cls, follow: Follow) -> "Transcript":
-        return cls(follow.began, follow.clock)
+        return cls(follow.began, lambda: follow.came)
 
     def observe(self, event: Progress) -> None:
         match event:
             case Queued() | Snapshot():
                 pass
             case Started():
-                self._started_ms = self._started_ms or self._elapsed_ms()
+                if self._started_ms is None:
+                    self._started_ms = self._elapsed_ms() if event.queued_ms is None else float(event.queued_ms)
             case Delta():
-                self._first_ms = self._first_ms or self._elapsed_ms()
+                self._first_ms = self._elapsed_ms() if self._first_ms is None else self._first_ms
                 self._texts.append(event.text)
                 self.token_ids += event.token_ids
                 self.nfe = event.nfe
@@ -49,7 +50,10 @@ class Transcript:
 
     @property
     def timings(self) -> dict[str, float | None]:
-        """Milliseconds since the submit; None for what was not seen (`queue_ms` comes from a preview)."""
+        """Milliseconds since the submit; None for what was not seen (`queue_ms` comes from a preview).
+
+        `queue_ms` ends with the claim by a worker, `first_block_ms` with the first committed block.
+        """
         return {"queue_ms": self._started_ms, "first_block_ms": self._first_ms, "total_ms": self._total_ms}
 
     def _elapsed_ms(self) -> float:

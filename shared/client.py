@@ -41,6 +41,7 @@ __all__ = [
     "FleetClient",
     "FleetUnavailable",
     "IdempotencyConflict",
+    "OutputTooLong",
     "PromptTooLong",
     "QueueFull",
     "Result",
@@ -103,6 +104,19 @@ class PromptTooLong(Exception):
         super().__init__(f"the prompt is {length} tokens; this model takes {max_model_len} with the answer")
         self.length = length
         self.max_model_len = max_model_len
+
+
+class OutputTooLong(PromptTooLong):
+    """The prompt and `max_tokens` together are more than the model takes."""
+
+    def __init__(self, length: int, max_tokens: int, max_model_len: int) -> None:
+        super().__init__(length, max_model_len)
+        room = max_model_len - length
+        self.args = (
+            f"max_tokens is {max_tokens} and the prompt is {length} tokens; this model takes {max_model_len} together, "
+            f"which leaves {room} for the answer",
+        )
+        self.max_tokens = max_tokens
 
 
 class IdempotencyConflict(Exception):
@@ -292,7 +306,7 @@ class FleetClient:
         """Continue a text, token ids, or chat messages (dicts with `role` and `content`), and yield its events.
 
         Unset, `max_tokens` is what the model has room for, 512 at most; `seed` is random; `temperature` the model's
-        own. Raises as `run`, and `PromptTooLong`.
+        own. Raises as `run`, `PromptTooLong`, and `OutputTooLong` for more `max_tokens` than there is room for.
         """
         command = await self.command(
             model,
@@ -334,6 +348,8 @@ class FleetClient:
             "seed": secrets.randbits(63) if seed is None else seed,
             "temperature": card.temperature if temperature is None else temperature,
         }
+        if max_tokens is not None and max_tokens > room:
+            raise OutputTooLong(len(token_ids), max_tokens, card.max_model_len)
         length = min(DEFAULT_MAX_TOKENS, room) if max_tokens is None else max_tokens
         return Generate(
             id=new_request_id(model, pick_partition(card.partitions)),
