@@ -13,9 +13,15 @@ BENCH ?= path batching first streams
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
   $$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 
-# On a terminal pip shows its downloads; elsewhere only errors.
-PIP := $(BIN)/python -m pip $(if $(MAKE_TERMOUT),,-qq)
+# pip tells only errors; on a terminal a dot every two seconds shows that it is at work.
+PIP := $(BIN)/python -m pip -qq
+DOTS := $(if $(MAKE_TERMOUT),while sleep 2; do printf .; done,:)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+define install
+@printf '%s' '== $(1) '; { $(DOTS); } & dots=$$!; trap "kill $$dots 2>/dev/null" EXIT INT TERM; \
+  $(PIP) install $(2); code=$$?; kill $$dots 2>/dev/null; echo; exit $$code
+endef
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test check lint types contracts unit bench chaos format clean
@@ -29,11 +35,10 @@ $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "make: no Python >= 3.11 with venv and pip found."; \
 	  echo "      Debian and Ubuntu: apt install python3 python3-venv. Or name one: make $(MAKECMDGOALS) PYTHON=/path/to/python3"; exit 1; }
 	@test -x $(BIN)/python || { echo "== making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
-	@echo "== installing pip and $(TORCH)"
-	@$(PIP) install --upgrade pip
-	@$(PIP) install "$(TORCH)"
-	@echo "== installing Diffleet and its tools"
-	@$(PIP) install --editable '.[dev]'
+	@echo "== installing, this first time only: about two minutes"
+	$(call install,1/3 pip,--upgrade pip)
+	$(call install,2/3 $(TORCH),"$(TORCH)")
+	$(call install,3/3 Diffleet and its tools,--editable '.[dev]')
 	@touch $@
 
 run: setup ## Start a fleet on this machine, answer one prompt, serve until Ctrl-C. ARGS="--port 8001" etc.

@@ -6,9 +6,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from api.schemas import DiffusionOptions, Strategy
+from shared.cli.exits import Exit
+from shared.decoding import Decoding
 from tests.cli.fleet_process import ROOT, Up, environment
 
 README = (ROOT / "README.md").read_text()
@@ -77,3 +81,22 @@ def test_every_target_that_the_readme_names_exists() -> None:
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M))
     named = set(re.findall(r"^make (\w+)$", README, re.M)) | set(re.findall(r"`make (\w+)`", README))
     assert {"run", "test"} <= named <= targets
+
+
+def test_the_table_of_strategies_is_what_the_api_takes() -> None:
+    own = ("threshold", "steps", "bound", "fallback")
+    classes = {kind.model_fields["strategy"].default: kind for kind in get_args(get_args(Decoding)[0])}
+    expected = {name: {option for option in own if option in classes[name].model_fields} for name in get_args(Strategy)}
+    rows = re.search(r"\| strategy \|.*?\n\|---\|---\|\n(.*?)\n\n", README, re.S)
+    assert rows is not None
+    table = {
+        name: set(re.findall(r"`(\w+)`", rest)) for name, rest in re.findall(r"^\| `(\w+)` \|(.*)$", rows[1], re.M)
+    }
+    assert table == expected
+    assert set(own) <= set(DiffusionOptions.model_fields)
+
+
+def test_every_exit_code_that_the_readme_names_is_the_command_lines() -> None:
+    listed = re.search(r"exit codes \((.*?)\)", README, re.S)
+    assert listed is not None
+    assert [int(code) for code in re.findall(r"\d+", listed[1])] == [code.value for code in Exit]
