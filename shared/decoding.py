@@ -178,6 +178,24 @@ class JointThreshold(_Decoding):
     )
 
 
+class Renoise(_Decoding):
+    """Sample the whole canvas in each step, keep what is certain, and fill the rest with noise (DiffusionGemma).
+
+    The temperature falls linearly from `t_max` to `t_min`. Positions are kept by rising entropy while the sum of the
+    entropies before them is at most `bound`. A canvas is decided, by its argmax, when that has not changed for
+    `stability_threshold` steps and the mean entropy is below `confidence_threshold`, or after its last step.
+    """
+
+    strategy: Literal["entropy_bound_renoise"] = "entropy_bound_renoise"
+    bound: float = Field(default=0.1, ge=0.0)
+    max_denoising_steps: int = Field(default=48, ge=1, lt=STEPS_LIMIT)
+    t_min: float = Field(default=0.4, gt=0.0)
+    t_max: float = Field(default=0.8, gt=0.0)
+    stability_threshold: int = Field(default=1, ge=0, le=64)
+    confidence_threshold: float = Field(default=0.005, ge=0.0)
+    filler_rules: bool = Field(default=False, description="Not used: nothing on a canvas is decided before all of it.")
+
+
 Decoding = Annotated[
     Threshold
     | Factor
@@ -192,6 +210,7 @@ Decoding = Annotated[
     | TopkMargin
     | Entropy
     | SubBlock
-    | JointThreshold,
+    | JointThreshold
+    | Renoise,
     Field(discriminator="strategy"),
 ]

@@ -12,10 +12,9 @@ from worker.device import Placement, free_memory, guarded, place
 from worker.engine.engine import Engine
 from worker.engine.ports import Resume
 from worker.engine.scheduler import BatchLimits, CacheShape
-from worker.engine.window import cuts_windows
 from worker.models import ModelError, load_model
-from worker.models.spec import ModelSpec
-from worker.runner import Runner
+from worker.models.spec import ModelSpec, kv_shapes
+from worker.runners import make_runner
 from worker.settings import WorkerSettings
 
 _MIB = 2**20
@@ -46,21 +45,14 @@ def assemble(settings: WorkerSettings) -> Assembly:
     # A longer request could never run here, so nobody should be told that it may.
     capacity = cache.page_size * cache.num_pages
     spec = replace(model.spec, max_model_len=min(model.spec.max_model_len, capacity))
-    runner = Runner(model, cache.num_pages, cache.page_size, placement.device)
+    runner = make_runner(model, cache.num_pages, cache.page_size, placement.device)
     limits = BatchLimits(settings.max_rows, settings.token_budget)
 
     def make_text(request: Generate, resume: Resume) -> TextStream:
         return TextStream(tokenizer, request.limits.stop, resume.text_length)
 
     engine = Engine(spec, cache, limits, guarded(runner), make_text)
-    card = card_of(
-        settings.served_name,
-        settings.folder,
-        spec,
-        tokenizer,
-        settings.partitions,
-        min(capacity, limits.largest_block) if cuts_windows(spec) else capacity,
-    )
+    card = card_of(settings.served_name, settings.folder, spec, tokenizer, settings.partitions)
     return Assembly(engine, spec, tokenizer, card, placement)
 
 
@@ -78,21 +70,14 @@ def cache_shape(settings: WorkerSettings, spec: ModelSpec, placement: Placement)
         memory = int(free * _GPU_CACHE_SHARE)
     else:
         memory = _CPU_CACHE_MIB * _MIB
-    token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * placement.dtype.itemsize
+    token_bytes = 2 * sum(heads * dim for heads, dim in kv_shapes(spec)) * placement.dtype.itemsize
     num_pages = min(memory // (token_bytes * page_size), useful)
     if num_pages < 1:
         raise ModelError(f"kv_cache_mb: {memory / _MIB:.1f} MiB do not hold one page of {page_size} tokens")
     return CacheShape(page_size, num_pages)
 
 
-def card_of(
-    name: str,
-    folder: Path,
-    spec: ModelSpec,
-    tokenizer: Tokenizer,
-    partitions: int = 1,
-    largest_block: int | None = None,
-) -> ModelCard:
+def card_of(name: str, folder: Path, spec: ModelSpec, tokenizer: Tokenizer, partitions: int = 1) -> ModelCard:
     """Return what fronts must know of the model."""
     return ModelCard(
         name=name,
@@ -107,6 +92,5 @@ def card_of(
         mask_token_id=spec.mask_token_id,
         vocab_size=spec.vocab_size,
         partitions=partitions,
-        largest_block=largest_block,
         files={name: (folder / name).read_bytes() for name in CARD_FILES if (folder / name).is_file()},
     )

@@ -48,7 +48,7 @@ class Runner:
         shape = (2, spec.num_layers, num_pages, page_size, spec.num_kv_heads, spec.head_dim)
         keys, values = torch.zeros(shape, dtype=model.dtype, device=self._device)
         self._kv = tuple(zip(keys, values, strict=True))
-        self._barred = _barred(spec, self._device)
+        self._barred = barred_ids(spec, self._device)
         self._filler_ids = torch.tensor(spec.filler_ids, dtype=torch.int64, device=self._device)
 
     @torch.inference_mode()
@@ -287,7 +287,7 @@ class _Canvases:
         return found
 
 
-def _barred(spec: ModelSpec, device: torch.device) -> Tensor:
+def barred_ids(spec: ModelSpec, device: torch.device) -> Tensor:
     """Return [vocab] bool: the ids that are never proposed."""
     barred = torch.zeros(spec.vocab_size, dtype=torch.bool, device=device)
     barred[spec.text_vocab_size :] = True

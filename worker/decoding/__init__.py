@@ -18,6 +18,7 @@ from shared.decoding import (
     MaskgitPlus,
     Origin,
     RandomOrder,
+    Renoise,
     Sequential,
     SubBlock,
     Threshold,
@@ -169,5 +170,7 @@ def _accept(stats: TokenStats, view: BlockView, decodings: ReadOnly[Decoding], d
                 column("editing_threshold", torch.float32),
                 column("num_to_transfer", torch.int64),
             )
+        case Renoise():
+            raise ValueError("a canvas of noise has no masks to accept; see worker.decoding.renoise")
         case _:
             assert_never(kind)

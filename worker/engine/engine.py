@@ -4,6 +4,7 @@ from collections.abc import Callable
 from itertools import count
 
 from shared.commands import Generate
+from shared.decoding import Renoise
 from shared.events import Event, FailCode
 from worker.engine.plan import Canvas, Plan
 from worker.engine.ports import Arrival, Decision, DeviceFull, Forward, Inbox, Load, Outbox, Resume, TextDecoder
@@ -45,7 +46,6 @@ class Engine:
             total_pages=scheduler.pool.num_pages,
             steps=self._steps,
             preemptions=scheduler.preemptions,
-            cached_tokens=scheduler.cached_tokens,
         )
 
     def step(self, inbox: Inbox) -> Outbox:
@@ -116,17 +116,15 @@ class Engine:
             return "too_long", message, "prompt"
         if spec.fixed_block_length and sequence.block_length != spec.block_length:
             return "unsupported", f"this model decodes blocks of {spec.block_length}", "block_length"
-        if self._scheduler.block_too_long(sequence):
-            largest = self._scheduler.limits.largest_block // sequence.copies
-            message = f"block_length is {sequence.block_length}; this model takes {largest} at most"
-            return "invalid_request", message, "block_length"
+        if isinstance(sequence.decoding, Renoise) != isinstance(spec.decoding, Renoise):
+            return "unsupported", f"this model does not decode by {sequence.decoding.strategy}", "decoding"
         if not self._scheduler.can_ever_fit(sequence):
-            pool = self._scheduler.pool
+            pool, budget = self._scheduler.pool, self._scheduler.limits.token_budget
             message = (
-                f"{sequence.limit} tokens, prompt and output, in blocks of {sequence.block_length} do not fit: "
-                f"this model keeps {pool.num_pages * pool.page_size // sequence.copies} tokens, whole blocks"
+                f"{sequence.limit} tokens in blocks of {sequence.block_length} do not fit this worker: "
+                f"{pool.num_pages * pool.page_size} cached tokens, {budget} tokens a step"
             )
-            return "too_long", message, "max_tokens"
+            return "no_capacity", message, "max_tokens"
         return None
 
     def _give_back_at_boundaries(self, outbox: Outbox) -> None:
@@ -163,8 +161,7 @@ class Engine:
             events.append(sequence.finished(ending))
 
     def _fail(self, sequence: Sequence, code: FailCode, message: str, events: list[Event]) -> None:
-        # What a faulty step wrote may be what made it fail.
-        self._scheduler.remove(sequence, spoiled=True)
+        self._scheduler.remove(sequence)
         events.append(sequence.failed(code, message))
 
 

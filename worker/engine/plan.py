@@ -73,6 +73,8 @@ class Row:
     """None: the row only writes KV (a chunk of a long prompt)."""
     positions: tuple[int, ...] | None = None
     """For each query the position that its token has in the text, where that is not its place of storage."""
+    near: tuple[tuple[int, int], ...] | None = None
+    """For each query the positions [start, end) that layers with a sliding window see."""
     guide: Guide | None = None
 
     @property
@@ -83,6 +85,8 @@ class Row:
 @dataclass(frozen=True, slots=True)
 class Plan:
     rows: tuple[Row, ...]
+    running: frozenset[str] = frozenset()
+    """Ids of all requests that are under way, also of those that sit this step out."""
 
     @property
     def tokens(self) -> int:
@@ -111,6 +115,21 @@ def visible_ends(
 ) -> tuple[int, ...]:
     """Return `visible_end` for each position of [start, end)."""
     return tuple(visible_end(attention, position, block_length, canvas_end, origin) for position in range(start, end))
+
+
+def near_view(attention: Attention, position: int, window: int, block_start: int, canvas_end: int) -> tuple[int, int]:
+    """Return the positions [start, end) that the query at `position` sees in a layer with a sliding window.
+
+    Causally the last `window` positions, its own included. A canvas sees all of itself, and the `window` - 1 positions
+    before it (DiffusionGemma). With the whole text in view, `window` // 2 positions on either side (ModernBERT).
+    """
+    match attention:
+        case Attention.CAUSAL:
+            return max(0, position + 1 - window), position + 1
+        case Attention.BLOCK_CAUSAL:
+            return max(0, block_start + 1 - window), canvas_end
+        case Attention.BIDIRECTIONAL:
+            return max(0, position - window // 2), min(canvas_end, position + window // 2 + 1)
 
 
 def chunk_end(start: int, end: int, block_length: int, budget: int) -> int:

@@ -5,11 +5,10 @@ from dataclasses import dataclass, field
 from typing import assert_never
 
 from shared.commands import Generate
-from shared.decoding import Decoding, JointThreshold, SubBlock, Timed
+from shared.decoding import Decoding, JointThreshold, Renoise, SubBlock, Timed
 from shared.events import Delta, FailCode, Failed, FinishDetail, Finished, Snapshot, Usage
-from worker.engine.plan import Canvas, Guide, Row, visible_ends
+from worker.engine.plan import Canvas, Guide, Row, near_view, visible_ends
 from worker.engine.ports import Arrival, TextDecoder
-from worker.engine.prefix import extend_keys, share_unit
 from worker.engine.stopping import Stop, first_of, reason_of, repetition_run
 from worker.engine.window import Block, Window, next_window
 from worker.models.spec import Commit, ModelSpec
@@ -56,10 +55,6 @@ class Sequence:
     """Positions whose keys and values in the pages are final."""
     pages: list[int] = field(default_factory=list[int])
     """Pages of positions 0.. in order; a guided request's alternate with those of its guide."""
-    keys: list[bytes] = field(default_factory=list[bytes])
-    """Keys of its first pages; see `worker.engine.prefix`."""
-    shared: int = 0
-    """Pages from the first on that others can find."""
     pending_text: str = ""
     edited: int = 0
     """Decided positions that the last forward revised."""
@@ -169,25 +164,6 @@ class Sequence:
         return self.block_start + first, min(self.block_start + first + length, self.block_end)
 
     @property
-    def shareable_end(self) -> int:
-        """How far its text may be found written: to the active block, less a token whose row proposes the next."""
-        seeds = self.spec.commit is Commit.SEEDED and self.masked[0]
-        return self.block_start - 1 if seeds else self.block_start
-
-    def page_keys(self, page_size: int, end: int) -> list[bytes]:
-        """Return the keys of its pages in [0, end), an end of final tokens; none where they cannot be shared."""
-        unit = share_unit(self.spec, self.block_length)
-        if unit is None or page_size % unit or not self.request.cache_prompt or self.copies > 1:
-            return []
-        extend_keys(self.keys, self.tokens, page_size, unit, end)
-        return self.keys[: max(end, 0) // page_size]
-
-    def hold(self, shared: list[int], pages: list[int], page_size: int) -> None:
-        """Begin with pages of which the first are written already."""
-        self.pages = [*shared, *pages]
-        self.shared, self.cached = len(shared), len(shared) * page_size
-
-    @property
     def complete(self) -> bool:
         """The active block is decided as far as it is needed."""
         if self.stop is not None and self.decoding.early_stop:
@@ -204,6 +180,8 @@ class Sequence:
     def patience(self) -> int:
         """Forwards in a row that may accept nothing: a schedule by time has shares below one position."""
         steps = getattr(self.decoding, "steps", None) or self.undecided_at_first
+        if isinstance(self.decoding, Renoise):
+            return self.decoding.max_denoising_steps
         return steps if isinstance(self.decoding, Timed) else 0
 
     @property
@@ -240,7 +218,15 @@ class Sequence:
             tokens = [self.tokens[position] for position in positions]
         # Whoever sees its whole canvas also sees what this forward does not run.
         canvas_end = len(self.tokens) if spec.commit is Commit.REFRESHED else end
-        attention = spec.attention if window.denoises else spec.context or spec.attention
+        # What lies before the block may be read in another way than the block.
+        ends, near = list[int](), list[tuple[int, int]]()
+        middle = min(max(window.start, self.block_start), end)
+        context = spec.context or spec.attention
+        for attention, first, last in ((context, window.start, middle), (spec.attention, middle, end)):
+            ends += visible_ends(attention, first, last, self.block_length, canvas_end, self.origin)
+            if spec.sliding_window:
+                reach, begin = spec.sliding_window, self.block_start
+                near += [near_view(attention, position, reach, begin, canvas_end) for position in range(first, last)]
         if cut or not (window.denoises or window.seeds):
             canvas = None
         else:
@@ -249,10 +235,11 @@ class Sequence:
             request_id=self.id,
             start=window.start,
             token_ids=tuple(tokens),
-            visible_end=visible_ends(attention, window.start, end, self.block_length, canvas_end, self.origin),
+            visible_end=tuple(ends),
             pages=tuple(self.pages[:: self.copies]),
             canvas=canvas,
             positions=positions,
+            near=tuple(near) if spec.sliding_window else None,
             guide=self._guide(positions or range(window.start, end)) if self.copies > 1 else None,
         )
 
@@ -337,9 +324,12 @@ class Sequence:
             self.edit_steps += not any(canvas.masked)
         taken, self.edited = 0, 0
         for index, take in enumerate(accepted[: len(self.masked)]):
-            if not take:
-                continue
             position = self.block_start + index
+            if not take:
+                if isinstance(self.decoding, Renoise):
+                    # Nothing is decided yet: this is what the next forward reads.
+                    self.tokens[position], self.confidence[index] = tokens[index], confidence[index]
+                continue
             if canvas.masked[index]:
                 self.masked[index] = False
                 taken += 1
@@ -358,7 +348,7 @@ class Sequence:
     def _advance_cache(self, canvas: Canvas) -> None:
         """Note which keys the forward over `canvas` has made final."""
         match self.spec.commit:
-            case Commit.FUSED:
+            case Commit.FUSED | Commit.ENCODED:
                 self.cached = self.block_start
             case Commit.SEEDED:
                 self.cached = canvas.start
@@ -463,7 +453,7 @@ class Sequence:
         """Give up the pages at a block boundary and return them; the committed tokens will be prefilled again."""
         if not self.at_boundary:
             raise RuntimeError(f"{self.id} is evicted in mid-block")
-        pages, self.pages, self.cached, self.shared = self.pages, [], 0, 0
+        pages, self.pages, self.cached = self.pages, [], 0
         return pages
 
     def snapshot(self) -> Snapshot:

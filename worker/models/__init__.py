@@ -16,6 +16,7 @@ __all__ = ["FAMILIES", "Denoiser", "LoadedModel", "ModelError", "load_checkpoint
 
 # Keyed by `architectures`, for `model_type` collides: LLaDA-MoE says llada, Stable-DiffCoder says llama.
 FAMILIES = {
+    "DiffusionGemmaForBlockDiffusion": "worker.models.diffusion_gemma",
     "DreamModel": "worker.models.dream",
     "Fast_dLLM_QwenForCausalLM": "worker.models.fastdllm_v2",
     "LLaDA2MoeModelLM": "worker.models.llada2",

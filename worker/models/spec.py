@@ -34,6 +34,8 @@ class Commit(StrEnum):
     REORDERED = "reordered"
     """Known tokens stand before masks in the order of storage and attention is causal in that order, so the contiguous
     known prefix is final as soon as it is written (WeDLM)."""
+    ENCODED = "encoded"
+    """A forward of their own writes them, as `context`, and proposes nothing (DiffusionGemma)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,10 @@ class ModelSpec:
     """Keys that a refreshed family reuses within a block, unless a request says otherwise."""
     blocks_after_prompt: bool = False
     """True: the first block begins behind the prompt; else at position 0, so that it may hold the prompt's tail."""
+    sliding_window: int = 0
+    """How far some layers see; 0: there are no such layers."""
+    layer_kv: tuple[tuple[int, int], ...] = ()
+    """(KV heads, head dim) of each layer, where layers differ; else empty."""
     fixed_block_length: bool = False
     """True if only `block_length` works (canvas models); else a request may choose."""
 
@@ -85,4 +91,11 @@ class FamilyFacts(TypedDict, total=False):
     context: Attention | None
     cache: Literal["none", "prefix", "dual"]
     blocks_after_prompt: bool
+    sliding_window: int
+    layer_kv: tuple[tuple[int, int], ...]
     fixed_block_length: bool
+
+
+def kv_shapes(spec: ModelSpec) -> tuple[tuple[int, int], ...]:
+    """Return (KV heads, head dim) of each layer."""
+    return spec.layer_kv or ((spec.num_kv_heads, spec.head_dim),) * spec.num_layers

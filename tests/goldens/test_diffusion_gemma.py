@@ -1,0 +1,166 @@
+"""DiffusionGemma's canvases against the reference's recorded passes and draws; see test_goldens for all others."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.attention import AttentionPlan, plan_attention
+from shared.commands import Generate, Limits, Sampling
+from shared.decoding import Renoise
+from tests.goldens.folder import Entry, GoldenFolder, find_folders
+from tests.goldens.test_goldens import LOGIT_TOLERANCE, NoText, run
+from worker.canvas_runner import CanvasModel, CanvasRunner
+from worker.engine.engine import Engine
+from worker.engine.plan import Plan, near_view
+from worker.engine.ports import Decision
+from worker.engine.scheduler import BatchLimits, CacheShape
+from worker.models.layers import ForwardContext
+from worker.models.spec import Attention, kv_shapes
+
+FOLDERS = [folder for folder in find_folders() if folder.family == "diffusion_gemma"]
+FORWARD = [pytest.param(f, entry, id=f"{f.name}-{entry['name']}") for f in FOLDERS for entry in f.forward]
+GENERATE = [pytest.param(f, entry, id=f"{f.name}-{entry['name']}") for f in FOLDERS for entry in f.generate]
+
+
+class Replay:
+    """The numbers that the reference drew, by canvas and step; a run is known by its request's seed."""
+
+    def __init__(self, folder: GoldenFolder) -> None:
+        self.runs = {seed_of(folder, entry): entry for entry in folder.generate}
+        self.arrays = folder.arrays()
+
+    def ids(self, seed: int, positions: Tensor, step: int, vocab_size: int) -> Tensor:
+        entry, before = self._find(seed, positions)
+        # A canvas draws once before its first step.
+        return self.arrays[entry["randint_key"]][sum(before) + len(before) + step + 1]
+
+    def sample(
+        self, logits: Tensor, barred: Tensor, temperature: Tensor, seed: int, positions: Tensor, step: int
+    ) -> Tensor:
+        entry, before = self._find(seed, positions)
+        return self.arrays[entry["multinomial_key"]][sum(before) + step]
+
+    def _find(self, seed: int, positions: Tensor) -> tuple[Entry, list[int]]:
+        """Return the run, and the steps of each canvas before this one."""
+        entry = self.runs[seed]
+        canvas = (int(positions[0]) - len(entry["prompt"])) // len(positions)
+        return entry, entry["denoising_steps_per_canvas"][:canvas]
+
+
+def seed_of(folder: GoldenFolder, entry: Entry) -> int:
+    return folder.generate.index(entry)
+
+
+def to_request(folder: GoldenFolder, entry: Entry) -> Generate:
+    args = entry["args"]
+    return Generate(
+        id=entry["name"],
+        model="golden",
+        prompt=tuple(entry["prompt"]),
+        sampling=Sampling(seed=seed_of(folder, entry)),
+        limits=Limits(max_tokens=args["max_new_tokens"], stop_token_ids=(args["eos_token_id"],)),
+        decoding=Renoise(
+            bound=args["sampler_config"]["entropy_bound"],
+            max_denoising_steps=args["max_denoising_steps"],
+            t_min=args["t_min"],
+            t_max=args["t_max"],
+            stability_threshold=args["stability_threshold"],
+            confidence_threshold=args["confidence_threshold"],
+        ),
+    )
+
+
+def expected(entry: Entry) -> tuple[list[int], int]:
+    """Return what the reference produced before its eos (padding follows it), and its passes over a canvas."""
+    tokens, eos = entry["output"], entry["args"]["eos_token_id"]
+    return tokens[: tokens.index(eos)] if eos in tokens else tokens, entry["nfe"]
+
+
+def make_engine(
+    folder: GoldenFolder, page_size: int, token_budget: int = 2048, seen: list[Plan] | None = None
+) -> Engine:
+    model = folder.model()
+    spec = replace(model.spec, stop_token_ids=())
+    runner = CanvasRunner(model, 4096 // page_size, page_size, noise=Replay(folder))
+
+    def forward(plan: Plan) -> Decision:
+        if seen is not None:
+            seen.append(plan)
+        return runner(plan)
+
+    cache = CacheShape(page_size, 4096 // page_size)
+    return Engine(spec, cache, BatchLimits(64, token_budget), forward, lambda request, resume: NoText())
+
+
+@pytest.mark.parametrize(("folder", "entry"), FORWARD)
+@pytest.mark.parametrize("conditioned", [False, True], ids=["first-step", "conditioned"])
+@torch.inference_mode()
+def test_a_canvas_behind_its_prompt_gives_the_references_logits(
+    folder: GoldenFolder, entry: Entry, conditioned: bool
+) -> None:
+    model, arrays, name = folder.model(), folder.arrays(), entry["name"]
+    module, page_size = model.module, 8
+    assert isinstance(module, torch.nn.Module)
+    prompt, canvas = arrays[f"{name}.input_ids"][0], arrays[f"{name}.canvas_ids"][0]
+    first, length = len(prompt), len(prompt) + len(canvas)
+    ends = [i + 1 for i in range(first)] + [length] * len(canvas)
+    kinds = [Attention.CAUSAL] * first + [Attention.BLOCK_CAUSAL] * len(canvas)
+    near = [near_view(kind, i, model.spec.sliding_window, first, length) for i, kind in enumerate(kinds)]
+    pages = [list(reversed(range(-(-length // page_size))))]
+    condition = torch.zeros(length, model.spec.hidden_size)
+    canvas_model: CanvasModel = module  # pyright: ignore[reportAssignmentType]
+    if conditioned:
+        condition[first:] = canvas_model.soft_embedding(arrays[f"{name}.selfcond_logits"][0])
+
+    def plan(ends: Sequence[int], starts: Sequence[int]) -> AttentionPlan:
+        return plan_attention(
+            [0], [ends], pages, page_size, device=model.device, dtype=model.dtype, visible_start=[starts]
+        )
+
+    context = ForwardContext(
+        attention=plan(ends, [0] * length),
+        positions=torch.arange(length),
+        kv=tuple(
+            (torch.zeros(len(pages[0]), page_size, *s), torch.zeros(len(pages[0]), page_size, *s))
+            for s in kv_shapes(model.spec)
+        ),
+        near=plan([end for _, end in near], [start for start, _ in near]),
+        encodes=torch.arange(length) < first,
+        condition=condition,
+    )
+
+    logits = canvas_model.logits(canvas_model.forward(torch.cat((prompt, canvas)), context))[first:]
+
+    known = arrays[f"{name}.logits_{'' if conditioned else 'no_'}selfcond"][0]
+    assert (logits - known).abs().max() < LOGIT_TOLERANCE
+
+
+@pytest.mark.parametrize(("folder", "entry"), GENERATE)
+def test_a_request_alone_gives_the_references_tokens_and_canvases(folder: GoldenFolder, entry: Entry) -> None:
+    seen = list[Plan]()
+    request = to_request(folder, entry)
+
+    result = run(make_engine(folder, 16, seen=seen), [[request]])[request.id]
+
+    assert result == expected(entry)
+    canvases = [plan.rows[0] for plan in seen if plan.rows[0].canvas is not None]
+    inputs = folder.arrays()[entry["decoder_inputs_key"]].tolist()
+    assert len(canvases) == len(inputs)
+    for row, known in zip(canvases, inputs, strict=True):
+        assert row.canvas is not None
+        # The first forward's noise is drawn on the device.
+        assert row.canvas.step == 0 or list(row.token_ids[-len(known) :]) == known
+
+
+@pytest.mark.parametrize("folder", [pytest.param(folder, id=folder.name) for folder in FOLDERS])
+@pytest.mark.parametrize("way", ["together", "one-a-step", "narrow"])
+def test_a_batch_gives_the_tokens_of_each_alone(folder: GoldenFolder, way: str) -> None:
+    requests = [to_request(folder, entry) for entry in folder.generate]
+    arrivals = [[request] for request in requests] if way == "one-a-step" else [requests]
+
+    result = run(make_engine(folder, page_size=8, token_budget=64 if way == "narrow" else 2048), arrivals)
+
+    assert result == {entry["name"]: expected(entry) for entry in folder.generate}
