@@ -5,6 +5,7 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import inspect
+import json
 import logging
 import os
 import signal
@@ -14,10 +15,12 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
+import typer.core
+from pydantic import ValidationError
 
 from shared.cli.exits import Exit, Stop
 from shared.cli.question import Question
-from shared.settings import ServiceSettings
+from shared.settings import ServiceSettings, check_model_name
 
 T = TypeVar("T")
 
@@ -28,8 +31,22 @@ DATA_DIR = ServiceSettings.model_fields["data_dir"].default
 # The mark keeps the lines as they are.
 _EPILOG = "\b\n" + inspect.cleandoc(Exit.__doc__ or "").replace("\n\n", "\n", 1)
 
+
+class _Commands(typer.core.TyperGroup):
+    """The commands, for arguments that are text: what is not UTF-8 could not be sent to anybody."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for number, argument in enumerate(args, start=1):
+            try:
+                argument.encode()
+            except UnicodeEncodeError:
+                raise typer.BadParameter(f"argument {number} is not UTF-8", ctx) from None
+        return super().parse_args(ctx, args)
+
+
 app = typer.Typer(
     name="diffleet",
+    cls=_Commands,
     help="Serve diffusion language models: start a fleet, ask a fleet.",
     epilog=_EPILOG,
     no_args_is_help=True,
@@ -87,6 +104,15 @@ def up(
     drain_s: Annotated[
         float, typer.Option(envvar="DIFFLEET_DRAIN_S", min=0.0, help="Seconds to finish running requests at the end.")
     ] = 10.0,
+    lease_ms: Annotated[
+        int,
+        typer.Option(
+            envvar="DIFFLEET_LEASE_MS",
+            min=400,
+            max=600_000,
+            help="A worker silent for so long loses its requests to another, milliseconds.",
+        ),
+    ] = 3000,
 ) -> None:
     """Start a whole fleet on this machine, answer one prompt, serve until Ctrl-C.
 
@@ -102,11 +128,16 @@ def up(
         workers=workers,
         model=_known_model(model),
         model_name=model_name,
-        redis_url=redis_url,
+        redis_url=_known_redis(redis_url),
         data_dir=data_dir.expanduser().resolve(),
         start_timeout_s=start_timeout,
         drain_s=drain_s,
+        lease_ms=lease_ms,
     )
+    try:
+        check_model_name(options.served_name if model_name is None else model_name)
+    except ValueError as error:
+        raise typer.BadParameter(f"{error}; choose another --model-name", param_hint="--model-name") from error
     _run(serve(options, prompt))
 
 
@@ -202,7 +233,37 @@ def _known_model(model: str) -> str:
         names = ", ".join(bundled) or "none here"
         what = "has no config.json" if folder.is_dir() else "is neither a folder nor a bundled model"
         raise typer.BadParameter(f"{model!r} {what} (bundled: {names})", param_hint="--model")
+    _check_checkpoint(folder)
     return str(folder.resolve())
+
+
+def _check_checkpoint(folder: Path) -> None:
+    """Refuse a folder that no worker could load, as far as that shows without loading it."""
+    try:
+        whole = isinstance(json.loads((folder / "config.json").read_bytes()), dict)
+    except (OSError, ValueError):
+        whole = False
+    if not whole:
+        raise typer.BadParameter(f"{folder}: config.json is not a JSON object", param_hint="--model")
+    for what in ("tokenizer.json", "*.safetensors"):
+        if not any(path.is_file() for path in folder.glob(what)):
+            raise typer.BadParameter(f"{folder} has no {what}", param_hint="--model")
+
+
+def _known_redis(url: str | None) -> str | None:
+    """Return the URL if it is one; raises `BadParameter` without repeating it, for it may hold a password."""
+    if url is None:
+        return None
+    from shared.connection import open_sync_client
+
+    try:
+        open_sync_client(ServiceSettings(redis_url=url).redis_url).close()
+    except ValidationError as error:
+        message = error.errors(include_input=False, include_url=False)[0]["msg"]
+        raise typer.BadParameter(message, param_hint="--redis-url") from None
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--redis-url") from None
+    return url
 
 
 def _become(module: str, args: list[str]) -> None:

@@ -45,6 +45,8 @@ class LocalFleetOptions:
     data_dir: Path
     start_timeout_s: float
     drain_s: float
+    lease_ms: int = 3000
+    """Short: on one machine a worker that is silent is dead or frozen, and its requests wait for so long."""
 
     @property
     def served_name(self) -> str:
@@ -79,6 +81,7 @@ class LocalFleet:
         self._members: list[_Member] = []
         self._exit = contextlib.ExitStack()
         self.stopping = False
+        self._killed = False
 
     async def __aenter__(self) -> "LocalFleet":
         """Start everything; raises `Stop` with nothing left running."""
@@ -104,10 +107,12 @@ class LocalFleet:
         return [member.child.pid for member in self._members if member.child is not None]
 
     def kill(self) -> None:
-        """Cut every pending stop short."""
+        """Cut every pending stop short. At first the api may still end its streams in order: it does so at once."""
         for member in self._members:
             if member.child is not None:
-                member.child.signal(signal.SIGKILL)
+                spared = member is self._members[0] and not self._killed
+                member.child.signal(signal.SIGTERM if spared else signal.SIGKILL)
+        self._killed = True
 
     async def watch(self) -> None:
         """Restart what dies, until cancelled; raises `Stop` when a member fails too often in a row."""
@@ -164,6 +169,7 @@ class LocalFleet:
                 "model-name": options.model_name,
                 "ready-file": ready_file,
                 "drain-s": options.drain_s,
+                "lease-ms": options.lease_ms,
             }
             if options.workers > 1:
                 flags["threads"] = max(1, (os.cpu_count() or 1) // options.workers)

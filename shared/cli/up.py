@@ -7,13 +7,18 @@ import signal
 import sys
 import time
 
+from redis.exceptions import RedisError
+
 from shared.cli.answer import show_answer
-from shared.cli.exits import Stop
+from shared.cli.exits import Exit, Stop
 from shared.cli.http_fleet import ask
 from shared.cli.local_fleet import LocalFleet, LocalFleetOptions
 from shared.cli.progress import Reporter
 from shared.cli.question import Question
+from shared.connection import open_sync_client, translate
+from shared.settings import ServiceSettings
 
+_REDIS_WAIT_S = 3.0
 _EXAMPLE = "What is 12 + 30?"
 
 
@@ -23,6 +28,8 @@ async def serve(options: LocalFleetOptions, prompt: str) -> None:
     Raises `Stop` if the fleet cannot start or cannot be kept alive.
     """
     started = time.monotonic()
+    if options.redis_url is not None:
+        await asyncio.to_thread(_check_redis, options.redis_url)
     reporter = Reporter(sys.stderr)
     fleet = LocalFleet(options, reporter)
     with _Signals(fleet) as signals:
@@ -37,6 +44,17 @@ async def serve(options: LocalFleetOptions, prompt: str) -> None:
             if not signals.received:
                 raise
             reporter.line("stopped")
+
+
+def _check_redis(url: str) -> None:
+    """Raise `Stop` if Redis does not answer now: each process would wait for it, and tell of it in its own log."""
+    client = open_sync_client(ServiceSettings(redis_url=url).redis_url, timeout_s=_REDIS_WAIT_S)
+    try:
+        client.ping()  # pyright: ignore[reportUnknownMemberType]
+    except (RedisError, OSError) as error:
+        raise Stop(Exit.NOT_STARTED, f"no Redis answers at the given --redis-url: {translate(error)}") from error
+    finally:
+        client.close()
 
 
 async def _answer(options: LocalFleetOptions, prompt: str, reporter: Reporter) -> None:

@@ -39,6 +39,8 @@ mode = os.environ.get("MODE", "")
 if mode == "bad model":
     print("model folder lacks model.safetensors")
     sys.exit(3)
+if mode == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if mode != "never ready":
     open(sys.argv[sys.argv.index("--ready-file") + 1], "w").close()
 time.sleep(600)
@@ -52,7 +54,7 @@ time.sleep(600)
 
 @pytest.fixture(autouse=True)
 def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, code in {"api/__main__": API, "api/jobs": JOBS, "worker": WORKER}.items():
+    for name, code in {"api/__init__": "", "api/__main__": API, "api/jobs": JOBS, "worker": WORKER}.items():
         (tmp_path / f"{name}.py").parent.mkdir(exist_ok=True)
         (tmp_path / f"{name}.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -163,6 +165,22 @@ async def test_a_worker_that_keeps_dying_ends_the_fleet(
     (stop,) = group.value.exceptions
     assert isinstance(stop, Stop) and stop.exit_code is Exit.FAILED
     assert "6 times in a row" in str(stop)
+    assert not any(map(alive, fleet.pids))
+
+
+async def test_a_second_signal_kills_the_workers_and_still_lets_the_api_end_its_streams(
+    options: LocalFleetOptions, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MODE", "deaf")
+    out = io.StringIO()
+    fleet = LocalFleet(dataclasses.replace(options, drain_s=100.0), Reporter(out))
+    async with fleet:
+        leaving = asyncio.create_task(fleet.__aexit__())
+        await until(out, "stopping workers")
+        fleet.kill()
+        async with asyncio.timeout(60):
+            await leaving
+    assert (tmp_path / "order").read_text().split() == ["api"]
     assert not any(map(alive, fleet.pids))
 
 
