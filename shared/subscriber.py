@@ -132,9 +132,12 @@ class Subscriber:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        tasks = set(self._tasks)
+        while tasks:
+            # Again and again: a cancellation that meets the end of the client library's own timeout is lost in it.
+            for task in tasks:
+                task.cancel()
+            _, tasks = await asyncio.wait(tasks, timeout=0.5)
         if self._connection is not None:
             self._connection.abort()
             await self._connection.lost.wait()

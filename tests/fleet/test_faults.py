@@ -65,7 +65,7 @@ async def test_a_loop_that_hangs_ends_the_process_and_the_lease_does_the_rest(
     assert await asyncio.to_thread(worker.wait_exit) == ExitCode.STUCK
     assert (await fleet.result(request.id)).state == "running"
     assert await fleet.abort(request.id) == "running"
-    spawn_worker("hung").wait_ready()
+    await asyncio.to_thread(spawn_worker("hung").wait_ready)
     [*_, end] = await collect(fleet.stream(request.id))
     assert not isinstance(end, Failed)  # whoever takes it over obeys the abort
 

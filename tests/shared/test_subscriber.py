@@ -360,6 +360,29 @@ async def test_a_subscription_that_is_not_confirmed_is_an_error_in_time(monkeypa
             await collect(fleet, new_request_id(MODEL))
 
 
+async def test_a_cancellation_that_is_swallowed_does_not_keep_it_from_closing(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.subscriber.AUDIT_S", 0.0)
+    swallowed = asyncio.Event()
+    auditing = asyncio.Event()
+
+    async def audit(self: object) -> None:
+        auditing.set()
+        try:
+            await asyncio.sleep(3600 if not swallowed.is_set() else 0.01)
+        except asyncio.CancelledError:
+            if swallowed.is_set():
+                raise
+            swallowed.set()
+
+    monkeypatch.setattr("shared.subscriber.Subscriber.audit", audit)
+    async with asyncio.timeout(30):
+        async with FleetClient.connect(redis_url):
+            await auditing.wait()
+    assert swallowed.is_set()
+
+
 async def test_many_open_streams_share_one_connection(
     fleet: FleetClient, queue: WorkerQueue, subscriber: Subscriber, fleet_redis: Any
 ) -> None:
