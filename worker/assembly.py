@@ -12,6 +12,7 @@ from worker.device import Placement, free_memory, guarded, place
 from worker.engine.engine import Engine
 from worker.engine.ports import Resume
 from worker.engine.scheduler import BatchLimits, CacheShape
+from worker.engine.window import cuts_windows
 from worker.models import ModelError, load_model
 from worker.models.spec import ModelSpec, kv_shapes
 from worker.runners import make_runner
@@ -52,7 +53,14 @@ def assemble(settings: WorkerSettings) -> Assembly:
         return TextStream(tokenizer, request.limits.stop, resume.text_length)
 
     engine = Engine(spec, cache, limits, guarded(runner), make_text)
-    card = card_of(settings.served_name, settings.folder, spec, tokenizer, settings.partitions)
+    card = card_of(
+        settings.served_name,
+        settings.folder,
+        spec,
+        tokenizer,
+        settings.partitions,
+        min(capacity, limits.largest_block) if cuts_windows(spec) else capacity,
+    )
     return Assembly(engine, spec, tokenizer, card, placement)
 
 
@@ -77,7 +85,14 @@ def cache_shape(settings: WorkerSettings, spec: ModelSpec, placement: Placement)
     return CacheShape(page_size, num_pages)
 
 
-def card_of(name: str, folder: Path, spec: ModelSpec, tokenizer: Tokenizer, partitions: int = 1) -> ModelCard:
+def card_of(
+    name: str,
+    folder: Path,
+    spec: ModelSpec,
+    tokenizer: Tokenizer,
+    partitions: int = 1,
+    largest_block: int | None = None,
+) -> ModelCard:
     """Return what fronts must know of the model."""
     return ModelCard(
         name=name,
@@ -92,5 +107,6 @@ def card_of(name: str, folder: Path, spec: ModelSpec, tokenizer: Tokenizer, part
         mask_token_id=spec.mask_token_id,
         vocab_size=spec.vocab_size,
         partitions=partitions,
+        largest_block=largest_block,
         files={name: (folder / name).read_bytes() for name in CARD_FILES if (folder / name).is_file()},
     )

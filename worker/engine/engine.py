@@ -46,6 +46,7 @@ class Engine:
             total_pages=scheduler.pool.num_pages,
             steps=self._steps,
             preemptions=scheduler.preemptions,
+            cached_tokens=scheduler.cached_tokens,
         )
 
     def step(self, inbox: Inbox) -> Outbox:
@@ -118,13 +119,17 @@ class Engine:
             return "unsupported", f"this model decodes blocks of {spec.block_length}", "block_length"
         if isinstance(sequence.decoding, Renoise) != isinstance(spec.decoding, Renoise):
             return "unsupported", f"this model does not decode by {sequence.decoding.strategy}", "decoding"
+        if self._scheduler.block_too_long(sequence):
+            largest = self._scheduler.limits.largest_block // sequence.copies
+            message = f"block_length is {sequence.block_length}; this model takes {largest} at most"
+            return "invalid_request", message, "block_length"
         if not self._scheduler.can_ever_fit(sequence):
-            pool, budget = self._scheduler.pool, self._scheduler.limits.token_budget
+            pool = self._scheduler.pool
             message = (
-                f"{sequence.limit} tokens in blocks of {sequence.block_length} do not fit this worker: "
-                f"{pool.num_pages * pool.page_size} cached tokens, {budget} tokens a step"
+                f"{sequence.limit} tokens, prompt and output, in blocks of {sequence.block_length} do not fit: "
+                f"this model keeps {pool.num_pages * pool.page_size // sequence.copies} tokens, whole blocks"
             )
-            return "no_capacity", message, "max_tokens"
+            return "too_long", message, "max_tokens"
         return None
 
     def _give_back_at_boundaries(self, outbox: Outbox) -> None:
@@ -161,7 +166,8 @@ class Engine:
             events.append(sequence.finished(ending))
 
     def _fail(self, sequence: Sequence, code: FailCode, message: str, events: list[Event]) -> None:
-        self._scheduler.remove(sequence)
+        # What a faulty step wrote may be what made it fail.
+        self._scheduler.remove(sequence, spoiled=True)
         events.append(sequence.failed(code, message))
 
 

@@ -22,6 +22,11 @@ class BatchLimits:
     token_budget: int
     """Query tokens of one step, shared by prefill chunks and denoise rows."""
 
+    @property
+    def largest_block(self) -> int:
+        """The longest block that leaves a denoising row room beside a prompt's share of the budget."""
+        return max(1, self.token_budget // 4)
+
 
 def _age(sequence: Sequence) -> int:
     return sequence.order
@@ -44,6 +49,8 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.preemptions = 0
+        self.cached_tokens = 0
+        """Tokens that were not prefilled because their pages were there."""
 
     def add(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=_age)
@@ -51,12 +58,15 @@ class Scheduler:
     def find(self, request_id: str) -> Sequence | None:
         return next((s for s in (*self.running, *self.waiting) if s.id == request_id), None)
 
-    def remove(self, sequence: Sequence) -> None:
-        """Let a sequence leave; its pages are free at once."""
+    def remove(self, sequence: Sequence, *, spoiled: bool = False) -> None:
+        """Let a sequence leave; its pages are free at once, and nobody finds them again if they are `spoiled`."""
         if sequence in self.running:
             self.running.remove(sequence)
         else:
             self.waiting.remove(sequence)
+        if spoiled:
+            for page in sequence.pages:
+                self.pool.forget(page)
         self.pool.give_back(sequence.pages)
         sequence.pages = []
 
@@ -67,10 +77,15 @@ class Scheduler:
         if self.pool.pages_for(last_end) * sequence.copies > self.pool.num_pages:
             return False
         # A window that cannot be cut may exceed the budget: it then runs alone.
-        return 4 * block * sequence.copies <= self.limits.token_budget or not sequence.window().divisible
+        return not self.block_too_long(sequence)
+
+    def block_too_long(self, sequence: Sequence) -> bool:
+        """True if a request that is cut between steps has blocks that could not be planned beside others."""
+        return 4 * sequence.block_length * sequence.copies > self.limits.token_budget and sequence.window().divisible
 
     def plan(self, step: int) -> tuple[Plan, list[Sequence]]:
         """Return the next step's plan and the sequences of its rows, in the same order."""
+        self._publish()
         self._grow()
         self._admit()
         pairs = self._rows()
@@ -83,6 +98,24 @@ class Scheduler:
 
     def _missing(self, sequence: Sequence) -> int:
         return self.pool.pages_for(sequence.reach) * sequence.copies - len(sequence.pages)
+
+    def _publish(self) -> None:
+        """Let others find the pages that have become final since the last step."""
+        for sequence in self.running:
+            keys = sequence.page_keys(self.pool.page_size, sequence.cached)
+            for page, key in zip(sequence.pages[sequence.shared :], keys[sequence.shared :], strict=False):
+                self.pool.register(page, key)
+            sequence.shared = max(sequence.shared, len(keys))
+
+    def _share(self, sequence: Sequence) -> list[int]:
+        """Hold and return the pages of others that begin a waiting sequence's text."""
+        pages: list[int] = []
+        for key in sequence.page_keys(self.pool.page_size, sequence.shareable_end):
+            page = self.pool.share(key)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
 
     def _grow(self) -> None:
         """Give running sequences the pages of their active block, oldest first."""
@@ -109,14 +142,16 @@ class Scheduler:
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.limits.max_rows:
             sequence = self.waiting[0]
-            missing = self._missing(sequence)
+            shared = self._share(sequence)
+            missing = self._missing(sequence) - len(shared)
             # Every running row may need a page soon: a newcomer that would take the last ones only causes preemption.
-            if self.running and missing + len(self.running) > self.pool.free:
-                return
-            pages = self.pool.take(missing)
+            crowded = self.running and missing + len(self.running) > self.pool.free
+            pages = None if crowded else self.pool.take(missing)
             if pages is None:
+                self.pool.give_back(shared)
                 return
-            sequence.pages.extend(pages)
+            sequence.hold(shared, pages, self.pool.page_size)
+            self.cached_tokens += sequence.cached
             self.waiting.pop(0)
             insort(self.running, sequence, key=_age)
 

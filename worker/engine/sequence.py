@@ -9,6 +9,7 @@ from shared.decoding import Decoding, JointThreshold, Renoise, SubBlock, Timed
 from shared.events import Delta, FailCode, Failed, FinishDetail, Finished, Snapshot, Usage
 from worker.engine.plan import Canvas, Guide, Row, near_view, visible_ends
 from worker.engine.ports import Arrival, TextDecoder
+from worker.engine.prefix import extend_keys, share_unit
 from worker.engine.stopping import Stop, first_of, reason_of, repetition_run
 from worker.engine.window import Block, Window, next_window
 from worker.models.spec import Commit, ModelSpec
@@ -55,6 +56,10 @@ class Sequence:
     """Positions whose keys and values in the pages are final."""
     pages: list[int] = field(default_factory=list[int])
     """Pages of positions 0.. in order; a guided request's alternate with those of its guide."""
+    keys: list[bytes] = field(default_factory=list[bytes])
+    """Keys of its first pages; see `worker.engine.prefix`."""
+    shared: int = 0
+    """Pages from the first on that others can find."""
     pending_text: str = ""
     edited: int = 0
     """Decided positions that the last forward revised."""
@@ -162,6 +167,25 @@ class Sequence:
         wanted = self.wanted_end - self.block_start
         first = next((index for index, masked in enumerate(self.masked[:wanted]) if masked), 0) // length * length
         return self.block_start + first, min(self.block_start + first + length, self.block_end)
+
+    @property
+    def shareable_end(self) -> int:
+        """How far its text may be found written: to the active block, less a token whose row proposes the next."""
+        seeds = self.spec.commit is Commit.SEEDED and self.masked[0]
+        return self.block_start - 1 if seeds else self.block_start
+
+    def page_keys(self, page_size: int, end: int) -> list[bytes]:
+        """Return the keys of its pages in [0, end), an end of final tokens; none where they cannot be shared."""
+        unit = share_unit(self.spec, self.block_length)
+        if unit is None or page_size % unit or not self.request.cache_prompt or self.copies > 1:
+            return []
+        extend_keys(self.keys, self.tokens, page_size, unit, end)
+        return self.keys[: max(end, 0) // page_size]
+
+    def hold(self, shared: list[int], pages: list[int], page_size: int) -> None:
+        """Begin with pages of which the first are written already."""
+        self.pages = [*shared, *pages]
+        self.shared, self.cached = len(shared), len(shared) * page_size
 
     @property
     def complete(self) -> bool:
@@ -453,7 +477,7 @@ class Sequence:
         """Give up the pages at a block boundary and return them; the committed tokens will be prefilled again."""
         if not self.at_boundary:
             raise RuntimeError(f"{self.id} is evicted in mid-block")
-        pages, self.pages, self.cached = self.pages, [], 0
+        pages, self.pages, self.cached, self.shared = self.pages, [], 0, 0
         return pages
 
     def snapshot(self) -> Snapshot:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, assert_never
 
-from worker.models.spec import Commit
+from worker.models.spec import Commit, ModelSpec
 
 Cache = Literal["none", "prefix", "dual"]
 
@@ -65,6 +65,11 @@ def next_window(commit: Commit, block: Block, cache: Cache, blocks_after_prompt:
             return Window(block.cached, block.end, denoises=True)
         case _:
             assert_never(commit)
+
+
+def cuts_windows(spec: ModelSpec) -> bool:
+    """True if some windows of the family are divisible: then its blocks must leave room for others in a step."""
+    return spec.commit is not Commit.REFRESHED and not (spec.commit is Commit.FUSED and spec.blocks_after_prompt)
 
 
 def _seeded(block: Block) -> Window:
