@@ -1,28 +1,24 @@
 """Subcommands of `diffleet`: each reads its options and calls one module. Drawing goes to stderr, results to stdout."""
 
-import asyncio
-import contextlib
 import importlib.metadata
 import importlib.util
 import inspect
 import json
 import logging
 import os
-import signal
 import sys
-from collections.abc import Coroutine, Generator
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 import typer.core
 from pydantic import ValidationError
 
-from shared.cli.exits import Exit, Stop
+from shared.cli import operating
+from shared.cli.exits import Exit
 from shared.cli.question import Question
+from shared.cli.reporting import reporting, run
 from shared.settings import ServiceSettings, check_model_name
-
-T = TypeVar("T")
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_PROMPT = "Tell me a story about a rabbit named Clover."
@@ -50,11 +46,14 @@ app = typer.Typer(
     help="Serve diffusion language models: start a fleet, ask a fleet.",
     epilog=_EPILOG,
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+# What operators need has a module of its own.
+app.add_typer(operating.app)
 
 # The flags of these commands belong to the processes that they start.
 _PASS_ON: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -138,7 +137,7 @@ def up(
         check_model_name(options.served_name if model_name is None else model_name)
     except ValueError as error:
         raise typer.BadParameter(f"{error}; choose another --model-name", param_hint="--model-name") from error
-    _run(serve(options, prompt))
+    run(serve(options, prompt))
 
 
 @app.command()
@@ -174,7 +173,7 @@ def generate(
         block_length=block_length,
         raw=raw,
     )
-    _run(_generate(question, watch, url, redis_url))
+    run(_generate(question, watch, url, redis_url))
 
 
 async def _generate(question: Question, watch: bool, url: str, redis_url: str | None) -> None:
@@ -207,7 +206,7 @@ def models(url: Url = DEFAULT_URL) -> None:
     """List the bundled models, and those of the fleet if one answers."""
     from shared.cli.tables import print_models
 
-    _run(print_models(url))
+    run(print_models(url))
 
 
 @app.command(name="eval")
@@ -217,7 +216,7 @@ def evaluation(
     """Print how a bundled model did on its held-out tasks."""
     from shared.cli.tables import print_evaluation
 
-    with _reporting():
+    with reporting():
         print_evaluation(model)
 
 
@@ -278,42 +277,3 @@ def _stdin() -> str:
         return sys.stdin.buffer.read().decode().removesuffix("\n")
     except UnicodeDecodeError as error:
         raise typer.BadParameter(f"standard input is not UTF-8: {error.reason}", param_hint="prompt") from error
-
-
-@contextlib.contextmanager
-def _reporting() -> Generator[None]:
-    """Turn what ends a command into a message on stderr and an exit code."""
-    try:
-        yield
-    except Stop as stop:
-        sys.stdout.flush()
-        print(f"diffleet: {stop}", file=sys.stderr)
-        for line in stop.details:
-            print(f"    {line}", file=sys.stderr)
-        raise typer.Exit(stop.exit_code) from None
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        raise typer.Exit(Exit.INTERRUPTED) from None
-    except BrokenPipeError:
-        # Whoever read our output has had enough; Python must not complain about it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(128 + signal.SIGPIPE) from None
-
-
-def _run(work: Coroutine[Any, Any, T]) -> None:
-    with _reporting():
-        try:
-            asyncio.run(work)
-        except BaseExceptionGroup as group:
-            # A task group wraps what ended it; a Stop inside is the message to show.
-            stops, others = group.split(Stop)
-            if stops is None or others is not None:
-                raise
-            raise _first(stops) from None
-
-
-def _first(group: BaseExceptionGroup[Stop]) -> Stop:
-    leaf: BaseException = group
-    while isinstance(leaf, BaseExceptionGroup):
-        leaf = leaf.exceptions[0]
-    assert isinstance(leaf, Stop)
-    return leaf

@@ -70,8 +70,7 @@ def request_of(question: Question, frames: bool) -> tuple[str, dict[str, object]
     if question.raw:
         return "/generate", {**body, "prompt": question.prompt}
     counts = {"include_usage": True, "continuous_usage_stats": True}
-    messages = [{"role": "user", "content": question.prompt}]
-    return "/v1/chat/completions", {**body, "messages": messages, "stream_options": counts}
+    return "/v1/chat/completions", {**body, "messages": question.messages, "stream_options": counts}
 
 
 def after_chat(canvas: Canvas, chunk: Mapping[str, Any]) -> Canvas:

@@ -46,7 +46,7 @@ async def _command(fleet: FleetClient, question: Question, frames: bool) -> Gene
         model = names[0]
     command = await fleet.command(
         model,
-        question.prompt if question.raw else [{"role": "user", "content": question.prompt}],
+        question.prompt if question.raw else question.messages,
         sampling=Sampling(),
         temperature=question.temperature,
         seed=question.seed,

@@ -1,0 +1,163 @@
+"""`diffleet chat`: a conversation in the terminal.
+
+Each answer is drawn while it is denoised and printed once. Ctrl-C ends the answer, Ctrl-D the conversation.
+"""
+
+import asyncio
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from shared.cli.answer import show_answer
+from shared.cli.exits import Exit, Stop
+from shared.cli.http_fleet import ask
+from shared.cli.question import Question
+from shared.cli.reporting import tell
+
+HELP = """\
+/set                   show the settings
+/set NAME VALUE        change one: max_tokens, temperature, seed, threshold, block_length, model
+/set NAME              back to the fleet's own choice
+/system TEXT           what the model is told before everything
+/again                 ask the last question again, with the settings as they are now
+/reset                 forget the conversation
+/history               show the conversation
+/help                  this
+/quit                  end (or Ctrl-D)"""
+
+_NUMBERS: dict[str, Callable[[str], int | float]] = {
+    "max_tokens": int,
+    "temperature": float,
+    "seed": int,
+    "threshold": float,
+    "block_length": int,
+}
+
+
+class Misuse(Exception):
+    """What was typed is no command."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What was said, and how the next answer is asked for."""
+
+    settings: Question = field(default_factory=lambda: Question(""))
+    system: str = ""
+    turns: tuple[tuple[str, str], ...] = ()
+    """Questions with their answers."""
+
+    def ask(self, prompt: str) -> Question:
+        """Return the next question with everything before it."""
+        before = [("system", self.system)] if self.system else []
+        for question, answer in self.turns:
+            before += [("user", question), ("assistant", answer)]
+        return replace(self.settings, prompt=prompt, before=tuple(before))
+
+    def answered(self, prompt: str, answer: str) -> "Conversation":
+        return replace(self, turns=(*self.turns, (prompt, answer)))
+
+    def set(self, name: str, value: str) -> "Conversation":
+        """Return the conversation with a setting changed, or unset if `value` is empty; raises `Misuse`."""
+        if name not in {*_NUMBERS, "model"}:
+            raise Misuse(f"no setting {name!r}; there are {', '.join(('model', *_NUMBERS))}")
+        chosen: str | int | float | None = value or None
+        if value and name in _NUMBERS:
+            try:
+                chosen = _NUMBERS[name](value)
+            except ValueError:
+                raise Misuse(f"{name} must be a number, not {value!r}") from None
+        return replace(self, settings=replace(self.settings, **{name: chosen}))
+
+    def shown_settings(self) -> list[str]:
+        values = {name: getattr(self.settings, name) for name in ("model", *_NUMBERS)}
+        return [f"{name:14}{'the fleet decides' if value is None else value}" for name, value in values.items()]
+
+
+def command(conversation: Conversation, line: str) -> tuple[Conversation, Sequence[str], str | None]:
+    """Return the conversation after a line that begins with a slash, what to print, and a question to ask, if any.
+
+    Raises `Misuse`, and EOFError for /quit.
+    """
+    word, _, rest = line[1:].strip().partition(" ")
+    rest = rest.strip()
+    match word:
+        case "help" | "?":
+            return conversation, HELP.splitlines(), None
+        case "quit" | "exit" | "q":
+            raise EOFError
+        case "reset":
+            return replace(conversation, turns=()), ["forgotten"], None
+        case "system":
+            return replace(conversation, system=rest), ["set" if rest else "unset"], None
+        case "set" if not rest:
+            return conversation, conversation.shown_settings(), None
+        case "set":
+            name, _, value = rest.replace("=", " ", 1).partition(" ")
+            return conversation.set(name, value.strip()), [], None
+        case "history":
+            said = [line for question, answer in conversation.turns for line in (f"> {question}", answer)]
+            return conversation, said or ["nothing was said yet"], None
+        case "again":
+            if not conversation.turns:
+                raise Misuse("nothing was asked yet")
+            return replace(conversation, turns=conversation.turns[:-1]), [], conversation.turns[-1][0]
+        case _:
+            raise Misuse(f"no command /{word}; /help lists them")
+
+
+def chat(url: str, conversation: Conversation) -> None:
+    """Read questions and print answers until the end of the input. Errors of one question do not end it."""
+    if sys.stdin.isatty():
+        print(
+            f"Chatting with {url}. /help lists the commands, Ctrl-C ends an answer, Ctrl-D the chat.", file=sys.stderr
+        )
+    for line in _lines():
+        question: str | None = line
+        try:
+            if line.startswith("/"):
+                conversation, told, question = command(conversation, line)
+                for text in told:
+                    print(text, file=sys.stderr)
+        except Misuse as misuse:
+            print(f"diffleet: {misuse}", file=sys.stderr)
+            continue
+        except EOFError:
+            return
+        if question:
+            conversation = _turn(url, conversation, question)
+
+
+def _turn(url: str, conversation: Conversation, prompt: str) -> Conversation:
+    try:
+        return conversation.answered(prompt, asyncio.run(_answer(url, conversation.ask(prompt))))
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+    except Stop as stop:
+        if stop.exit_code is Exit.UNREACHABLE or not sys.stdin.isatty():
+            raise
+        tell(stop)
+    return conversation
+
+
+async def _answer(url: str, question: Question) -> str:
+    async with ask(url, question, frames=True) as states:
+        return (await show_answer(states, watch=sys.stderr.isatty())).text
+
+
+def _lines() -> Iterator[str]:
+    """Yield what is typed, without blank lines; with line editing and history on a terminal."""
+    if sys.stdin.isatty():
+        import readline  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            if sys.stdin.isatty():
+                print(file=sys.stderr)
+            return
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+            continue
+        if line:
+            yield line

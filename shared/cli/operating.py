@@ -1,0 +1,235 @@
+"""Subcommands for those who run a fleet, and for those who talk to one at length."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+from shared.cli.exits import Exit, Stop
+from shared.cli.question import Question
+from shared.cli.reporting import reporting, run
+from shared.settings import ServiceSettings
+
+T = TypeVar("T")
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+DATA_DIR = ServiceSettings.model_fields["data_dir"].default
+
+app = typer.Typer()
+
+Url = Annotated[str, typer.Option(envvar="DIFFLEET_URL", help="Address of the fleet's api.")]
+RedisUrl = Annotated[
+    str | None,
+    typer.Option(envvar="DIFFLEET_REDIS_URL", help="URL of the queue; unset: that of `diffleet up` here."),
+]
+DataDir = Annotated[Path, typer.Option(envvar="DIFFLEET_DATA_DIR", help="Data folder of `diffleet up`.")]
+Model = Annotated[str | None, typer.Option("--model", "-m", help="Which model; unset: all, or the fleet's first.")]
+Ids = Annotated[list[str], typer.Argument(metavar="REQUEST...", help="Ids, as `diffleet requests` lists them.")]
+
+
+@app.command()
+def chat(
+    url: Url = DEFAULT_URL,
+    model: Model = None,
+    system: Annotated[str, typer.Option(help="What the model is told before everything.")] = "",
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", "-n", min=1, help="Most tokens of an answer.")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="0 takes the most probable tokens.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Same seed, same answer.")] = None,
+    threshold: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="Accept tokens at least this probable.")
+    ] = None,
+    block_length: Annotated[int | None, typer.Option(min=1, help="Positions denoised together.")] = None,
+) -> None:
+    """Talk with a model: the conversation is remembered, and /set changes how the next answer is made.
+
+    /help lists the commands. Ctrl-C ends an answer, Ctrl-D the chat. Lines from a pipe are asked one after the other.
+    """
+    from shared.cli.chat import Conversation
+    from shared.cli.chat import chat as converse
+
+    settings = Question(
+        "",
+        model=model,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        threshold=threshold,
+        block_length=block_length,
+    )
+    with reporting():
+        converse(url, Conversation(settings, system))
+
+
+@app.command()
+def top(
+    redis_url: RedisUrl = None,
+    data_dir: DataDir = DATA_DIR,
+    url: Annotated[
+        str | None, typer.Option(envvar="DIFFLEET_URL", help="Address of an api, for tokens/s and tokens per forward.")
+    ] = DEFAULT_URL,
+    worker: Annotated[
+        list[str] | None,
+        typer.Option(help="Address of a worker's metrics (its --metrics-port), for pages and reclaims; repeat it."),
+    ] = None,
+    model: Model = None,
+    interval: Annotated[float, typer.Option(min=0.2, max=60.0, help="Seconds from one look to the next.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
+) -> None:
+    """Show a fleet, live: workers, lanes, the age of the oldest request, rates.
+
+    Workers and lanes come from Redis; tokens/s and tokens per forward from the api's metrics, pages and reclaims from
+    those of workers. What does not answer is left out.
+    """
+    from shared.cli.operations import find_redis
+    from shared.cli.top import samples, watch
+
+    run(watch(samples(find_redis(redis_url, data_dir), interval, url, worker or [], model), once=once))
+
+
+@app.command()
+def bench(
+    url: Url = DEFAULT_URL,
+    against: Annotated[str | None, typer.Option(help="A second server, to be compared with.")] = None,
+    model: Model = None,
+    requests: Annotated[int, typer.Option("--requests", "-r", min=1, help="Requests of each round.")] = 32,
+    concurrency: Annotated[
+        str, typer.Option("--concurrency", "-c", help="Requests at a time, one round for each: 1,4,16.")
+    ] = "1,4,16",
+    rate: Annotated[
+        str | None,
+        typer.Option(
+            help="Arrivals a second with exponential pauses, one round for each: 0.5,1,2. Replaces the sweep."
+        ),
+    ] = None,
+    prompt_tokens: Annotated[str, typer.Option(help="Length of prompts: 64, or 16-128.")] = "64",
+    output_tokens: Annotated[str, typer.Option(help="Length of answers: 64, or 16-128.")] = "64",
+    threshold: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Confidence threshold of the load.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same load.")] = 0,
+    slo_first_ms: Annotated[
+        float | None, typer.Option(min=1.0, help="A good request's first block comes by then.")
+    ] = None,
+    slo_block_ms: Annotated[float | None, typer.Option(min=1.0, help="And its blocks so often, on average.")] = None,
+    slo_total_ms: Annotated[float | None, typer.Option(min=1.0, help="And its end by then.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write everything measured there.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw a PNG there (needs the extra `plot`).")] = None,
+) -> None:
+    """Measure a fleet under load: time to the first block, per block and whole, tokens/s, tokens per forward.
+
+    The load asks for exact lengths and ignores stop tokens, so that two servers do the same work.
+    """
+    from shared.cli.bench import Outputs
+    from shared.cli.bench import bench as measure
+    from shared.cli.load import Load, Range
+    from shared.cli.load_report import Objective
+
+    with reporting():
+        prompts = _parsed("--prompt-tokens", Range.parse, prompt_tokens)
+        outputs = _parsed("--output-tokens", Range.parse, output_tokens)
+        if rate is None:
+            points = [(_parsed("--concurrency", _whole, part), None) for part in concurrency.split(",")]
+        else:
+            points = [(requests, _parsed("--rate", _positive, part)) for part in rate.split(",")]
+    loads = [Load(requests, size, one, prompts, outputs, seed, threshold) for size, one in points]
+    objective = Objective(_seconds(slo_first_ms), _seconds(slo_block_ms), _seconds(slo_total_ms))
+    servers = [url] if against is None else [url, against]
+    run(measure(servers, model, loads, objective, Outputs(json, plot)))
+
+
+@app.command()
+def doctor(
+    redis_url: Annotated[
+        str | None, typer.Option(envvar="DIFFLEET_REDIS_URL", help="URL of the queue; unset: `diffleet up` starts one.")
+    ] = None,
+    data_dir: DataDir = DATA_DIR,
+    host: Annotated[str, typer.Option(envvar="DIFFLEET_HOST", help="Where the api would listen.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(envvar="DIFFLEET_PORT", min=1, max=65_535, help="Its port.")] = 8000,
+) -> None:
+    """Look at what a fleet needs here: Redis, GPU, packages, ports, permissions; each fault with its remedy.
+
+    Ends with 1 if there is a fault; notes are no faults.
+    """
+    from shared.cli.doctor import examine, print_findings
+    from shared.cli.operations import find_redis
+
+    with reporting():
+        url = find_redis(redis_url, data_dir) if redis_url or (data_dir / "valkey" / "valkey.sock").exists() else None
+        if print_findings(examine(url, data_dir, host, port)):
+            raise Stop(Exit.FAILED, "there are faults")
+
+
+@app.command()
+def requests(
+    request: Annotated[
+        str | None, typer.Argument(help="Id of one request; unset: all open ones, oldest first.")
+    ] = None,
+    text: Annotated[bool, typer.Option("--text", help="Print only what the request has produced.")] = False,
+    redis_url: RedisUrl = None,
+    data_dir: DataDir = DATA_DIR,
+    model: Model = None,
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="At most so many.")] = 50,
+) -> None:
+    """List the open requests, or tell about one: state, worker, age, tokens, forwards."""
+    from shared.cli.operations import find_redis
+    from shared.cli.requests import print_one, print_open
+
+    where = find_redis(redis_url, data_dir)
+    run(print_open(where, model, limit) if request is None else print_one(where, request, text=text))
+
+
+@app.command()
+def abort(ids: Ids, redis_url: RedisUrl = None, data_dir: DataDir = DATA_DIR) -> None:
+    """End requests, queued or running; asking again is harmless."""
+    from shared.cli.operations import find_redis
+    from shared.cli.requests import abort_all
+
+    run(abort_all(find_redis(redis_url, data_dir), ids))
+
+
+@app.command(name="dead-letters")
+def dead_letters(
+    replay: Annotated[list[str] | None, typer.Option(help="Submit this one again; repeat it.")] = None,
+    discard: Annotated[list[str] | None, typer.Option(help="Take this one off the list; repeat it.")] = None,
+    redis_url: RedisUrl = None,
+    data_dir: DataDir = DATA_DIR,
+    model: Model = None,
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="At most so many.")] = 50,
+) -> None:
+    """List the requests that were given up because they kill their workers; replay or discard them."""
+    from shared.cli.operations import find_redis
+    from shared.cli.requests import discard_all, print_dead_letters, replay_all
+
+    where = find_redis(redis_url, data_dir)
+    if replay:
+        run(replay_all(where, replay))
+    if discard:
+        run(discard_all(where, discard))
+    if not replay and not discard:
+        run(print_dead_letters(where, model, limit))
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000
+
+
+def _whole(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError(f"{number} is below 1")
+    return number
+
+
+def _positive(text: str) -> float:
+    number = float(text)
+    if not 0 < number < 1e6:
+        raise ValueError(f"{text} is not above 0")
+    return number
+
+
+def _parsed(option: str, parse: Callable[[str], T], text: str) -> T:
+    try:
+        return parse(text.strip())
+    except ValueError as error:
+        raise Stop(Exit.USAGE, f"{option}: {error}") from None

@@ -1,0 +1,49 @@
+"""The fleet as its operator reaches it: through Redis."""
+
+import contextlib
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+from redis import exceptions
+
+from shared.cli.exits import Exit, Stop
+from shared.client import FleetClient, FleetUnavailable, UnknownModel, UnknownRequest
+from shared.connection import Link
+from shared.settings import ServiceSettings
+
+
+def find_redis(given: str | None, data_dir: Path) -> str:
+    """Return the URL to use: the given one, else that of `diffleet up` in this data folder, else the settings'."""
+    socket = data_dir / "valkey" / "valkey.sock"
+    if given is None and socket.is_socket():
+        return f"unix://{socket}"
+    settings = ServiceSettings() if given is None else ServiceSettings(redis_url=given)
+    return settings.redis_url
+
+
+@contextlib.asynccontextmanager
+async def operating(url: str) -> AsyncGenerator[tuple[FleetClient, Link]]:
+    """Yield a client and a connection beside it; raises `Stop`."""
+    try:
+        client, link = FleetClient.connect(url, connections=4), Link.open(url, connections=4)
+    except ValueError as error:
+        raise Stop(Exit.USAGE, f"--redis-url: {error}") from error
+    try:
+        async with contextlib.aclosing(_Closing(link)), client:
+            yield client, link
+    except FleetUnavailable as error:
+        raise Stop(Exit.UNREACHABLE, f"no Redis answers: {error}; name one with --redis-url") from error
+    except exceptions.AuthenticationError as error:
+        raise Stop(Exit.UNREACHABLE, "this Redis wants other credentials (DIFFLEET_REDIS_PASSWORD)") from error
+    except exceptions.NoPermissionError as error:
+        raise Stop(Exit.REFUSED, f"this Redis user may not do that: {error}") from error
+    except (UnknownModel, UnknownRequest) as error:
+        raise Stop(Exit.REFUSED, str(error)) from error
+
+
+class _Closing:
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    async def aclose(self) -> None:
+        await self._link.close()

@@ -1,0 +1,180 @@
+"""`diffleet top`: a fleet, live."""
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import httpx
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from shared.cli.canvas import terminal_size
+from shared.cli.census import Census, ModelView, take_census
+from shared.cli.exposition import sums
+from shared.cli.operations import operating
+
+FROM_API = ("diffleet_completion_tokens_total", "diffleet_forwards_total")
+FROM_WORKERS = (
+    "diffleet_generated_tokens_total",
+    "diffleet_kv_pages",
+    "diffleet_kv_pages_free",
+    "diffleet_reclaims_total",
+)
+_SCRAPE_TIMEOUT_S = 2.0
+_LOOKS = 5
+_NONE: Mapping[str, float] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A census, and by model the sums of the metrics that answered."""
+
+    at: float
+    """Monotonic seconds."""
+    census: Census
+    metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])
+
+
+async def samples(
+    redis_url: str, interval_s: float, api: str | None, workers: Sequence[str], model: str | None
+) -> AsyncGenerator[Sample]:
+    """Yield a sample every `interval_s`, until closed; raises `Stop`."""
+    async with operating(redis_url) as (fleet, link), httpx.AsyncClient(timeout=_SCRAPE_TIMEOUT_S) as http:
+        while True:
+            began = time.monotonic()
+            census = await take_census(fleet, link, model)
+            texts = await asyncio.gather(*(_scrape(http, url) for url in (*([api] if api else []), *workers)))
+            names = [view.name for view in census.models]
+            yield Sample(began, census, {name: _merged(texts, name) for name in names})
+            await asyncio.sleep(max(0.0, interval_s - (time.monotonic() - began)))
+
+
+async def watch(samples: AsyncGenerator[Sample], *, once: bool) -> None:
+    """Draw each sample in place on stdout; plain, and one after the other, where that is no terminal.
+
+    With `once` the second sample alone is drawn: the first has no rates.
+    """
+    console = Console(highlight=False)
+    draws = console.is_terminal and not once
+    # Workers beat once a second or so: rates over less than a few looks would flicker.
+    seen: deque[Sample] = deque(maxlen=_LOOKS)
+    async with contextlib.aclosing(samples):
+        with contextlib.ExitStack() as stack:
+            live = stack.enter_context(Live(console=console, auto_refresh=False, screen=True)) if draws else None
+            async for sample in samples:
+                picture = draw(sample, seen[0] if seen else None)
+                if live is not None:
+                    console.size = terminal_size(sys.stdout)  # pyright: ignore[reportAttributeAccessIssue]
+                    live.update(Group(picture, Text("\nCtrl-C ends", "dim")), refresh=True)
+                elif not once or seen:
+                    console.print(picture)
+                if once and seen:
+                    return
+                seen.append(sample)
+
+
+def draw(sample: Sample, before: Sample | None) -> Group:
+    """Return the picture of a sample; rates are those since an earlier one."""
+    if not sample.census.models:
+        return Group(Text("no worker has announced a model at this Redis yet"))
+    parts: list[Table | Text] = []
+    for view in sample.census.models:
+        parts += [_headline(view, sample, before), _lanes(view), _workers(view, sample, before), Text("")]
+    return Group(*parts[:-1])
+
+
+def _headline(view: ModelView, sample: Sample, before: Sample | None) -> Text:
+    metrics = sample.metrics.get(view.name, _NONE)
+    earlier: Mapping[str, float] = before.metrics.get(view.name, _NONE) if before is not None else _NONE
+    seconds = 0.0 if before is None else sample.at - before.at
+    text = Text(view.name, "bold")
+    facts = [
+        f"{len(view.workers)} worker{'' if len(view.workers) == 1 else 's'}",
+        f"{view.running} running",
+        f"{view.open_requests} open",
+    ]
+    generated = _change(metrics, earlier, "diffleet_generated_tokens_total")
+    tokens, forwards = (_change(metrics, earlier, name) for name in FROM_API)
+    made = generated if generated is not None else tokens
+    if made is not None and seconds:
+        facts.append(f"{made / seconds:.1f} tokens/s")
+    if tokens and forwards:
+        facts.append(f"{tokens / forwards:.2f} tokens/forward")
+    total, free = metrics.get("diffleet_kv_pages"), metrics.get("diffleet_kv_pages_free")
+    if total and free is not None:
+        facts.append(f"pages {total - free:.0f}/{total:.0f}")
+    if (reclaims := metrics.get("diffleet_reclaims_total")) is not None:
+        facts.append(f"{reclaims:.0f} reclaims")
+    if view.dead_letters:
+        facts.append(f"{view.dead_letters} dead letters")
+    return text.append("  " + " · ".join(facts), "not bold")
+
+
+def _lanes(view: ModelView) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column, justify in (("lane", "left"), ("open", "right"), ("oldest", "right")):
+        table.add_column(column, justify=justify)  # pyright: ignore[reportArgumentType]
+    for lane in view.lanes:
+        table.add_row(lane.lane, str(lane.length), "-" if lane.oldest_s is None else f"{lane.oldest_s:.1f} s")
+    return table
+
+
+def _workers(view: ModelView, sample: Sample, before: Sample | None) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in ("worker", "state", "device"):
+        table.add_column(column, no_wrap=True)
+    for column in ("running", "slots", "forwards", "forwards/s", "beat"):
+        table.add_column(column, justify="right", no_wrap=True)
+    steps = {worker.id: worker.steps for model in (before.census.models if before else ()) for worker in model.workers}
+    seconds = 0.0 if before is None else sample.at - before.at
+    for worker in view.workers:
+        rate = (worker.steps - steps[worker.id]) / seconds if seconds and worker.id in steps else None
+        beat_s = max(0, sample.census.now_ms - worker.beat_ms) / 1000
+        style = {"ready": "", "loading": "yellow", "draining": "yellow"}[worker.state]
+        table.add_row(
+            worker.id,
+            Text(worker.state, style),
+            worker.device or "-",
+            str(worker.slots - worker.free),
+            str(worker.slots),
+            str(worker.steps),
+            "-" if rate is None else f"{max(0.0, rate):.1f}",
+            f"{beat_s:.1f} s",
+        )
+    if not view.workers:
+        table.add_row(Text("none alive: requests wait until one comes", "red"))
+    return table
+
+
+def _change(now: Mapping[str, float], before: Mapping[str, float], name: str) -> float | None:
+    if name not in now or name not in before:
+        return None
+    # A process that has started anew counts from zero.
+    return now[name] - before[name] if now[name] >= before[name] else now[name]
+
+
+async def _scrape(http: httpx.AsyncClient, url: str) -> str:
+    """Return the metrics of a process; nothing if it does not answer: the rest can still be shown."""
+    with contextlib.suppress(httpx.HTTPError):
+        response = await http.get(f"{url.rstrip('/').removesuffix('/metrics')}/metrics")
+        if response.status_code == 200:
+            return response.text
+    return ""
+
+
+def _merged(texts: Sequence[str], model: str) -> dict[str, float]:
+    merged: dict[str, float] = {}
+    for text in texts:
+        for name, value in sums(text, (*FROM_API, *FROM_WORKERS), model).items():
+            # The api and the workers both count forwards, under one name: the workers' are forwards of the model for
+            # all rows together, and only beside their own tokens.
+            if name == "diffleet_forwards_total" and "diffleet_step_seconds_count" in text:
+                continue
+            merged[name] = merged.get(name, 0.0) + value
+    return merged

@@ -1,0 +1,71 @@
+"""`diffleet chat`: what is typed, what is asked, what is remembered."""
+
+import pytest
+
+from shared.cli.chat import Conversation, Misuse, command
+from shared.cli.http_fleet import request_of
+from tests.cli.fleet_process import Up, diffleet
+
+
+def messages(conversation: Conversation, prompt: str) -> object:
+    return request_of(conversation.ask(prompt), frames=False)[1]["messages"]
+
+
+def test_a_question_carries_everything_before_it() -> None:
+    conversation = Conversation(system="Be kind.").answered("One?", "1").answered("Two?", "2")
+    assert messages(conversation, "Three?") == [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "One?"},
+        {"role": "assistant", "content": "1"},
+        {"role": "user", "content": "Two?"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "Three?"},
+    ]
+
+
+def test_set_changes_how_the_next_answer_is_made_and_unsets() -> None:
+    conversation, _, question = command(Conversation(), "/set threshold 0.5")
+    assert question is None and conversation.settings.threshold == 0.5
+    conversation, _, _ = command(conversation, "/set max_tokens=7")
+    assert request_of(conversation.ask("hi"), frames=False)[1]["max_tokens"] == 7
+    conversation, _, _ = command(conversation, "/set threshold")
+    assert conversation.settings.threshold is None
+
+
+@pytest.mark.parametrize("line", ["/set colour blue", "/set seed many", "/nonsense", "/again"])
+def test_what_is_no_command_is_told(line: str) -> None:
+    with pytest.raises(Misuse):
+        command(Conversation(), line)
+
+
+def test_again_asks_the_last_question_as_if_it_had_no_answer_yet() -> None:
+    conversation = Conversation().answered("One?", "1").answered("Two?", "2")
+    again, _, question = command(conversation, "/again")
+    assert question == "Two?" and again.turns == (("One?", "1"),)
+
+
+def test_reset_forgets_what_was_said_and_keeps_the_settings() -> None:
+    conversation = Conversation(system="Be kind.").set("seed", "3").answered("One?", "1")
+    fresh, _, _ = command(conversation, "/reset")
+    assert (fresh.turns, fresh.settings.seed, fresh.system) == ((), 3, "Be kind.")
+
+
+def test_quit_ends_it() -> None:
+    with pytest.raises(EOFError):
+        command(Conversation(), "/quit")
+
+
+@pytest.mark.slow
+def test_lines_from_a_pipe_are_answered_one_after_the_other(live_fleet: Up) -> None:
+    done = diffleet("chat", "--url", live_fleet.url, "-n", "6", stdin="Where?\n\n/set seed x\nWho?\n/history\n")
+    assert done.returncode == 0
+    assert len(done.stdout.strip().splitlines()) >= 2
+    assert "seed must be a number, not 'x'" in done.stderr
+    assert "> Where?" in done.stderr and "> Who?" in done.stderr
+    assert "\x1b" not in done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_without_a_fleet_it_ends_with_3() -> None:
+    done = diffleet("chat", "--url", "http://127.0.0.1:1", stdin="Where?\n")
+    assert done.returncode == 3 and "no fleet answers" in done.stderr

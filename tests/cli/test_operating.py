@@ -1,0 +1,154 @@
+"""`diffleet top`, `doctor`, `requests`, `abort` and `dead-letters`, over what is known and against a live fleet."""
+
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from rich.console import Console
+
+from shared.cli.census import Census, LaneView, ModelView
+from shared.cli.doctor import Verdict, check_data_dir, check_gpu, check_packages, check_port, judge_redis
+from shared.cli.exposition import sums
+from shared.cli.operations import find_redis
+from shared.cli.top import Sample, draw
+from shared.roster import WorkerInfo
+from tests.cli.fleet_process import Up, diffleet
+from tests.fleet.processes import until
+
+HEALTHY: Mapping[str, Any] = {
+    "redis_version": "7.4.0", "role": "master", "maxmemory_policy": "noeviction", "aof_enabled": 1,
+    "used_memory": 1, "maxmemory": 100,
+}  # fmt: skip
+
+
+def shown(sample: Sample, before: Sample | None = None) -> str:
+    console = Console(width=120, no_color=True)
+    with console.capture() as capture:
+        console.print(draw(sample, before))
+    return capture.get()
+
+
+def census(steps: int, *, workers: int = 1) -> Census:
+    ones = [WorkerInfo(f"w{n}", "m", "ready", slots=8, free=5, steps=steps, device="cpu") for n in range(workers)]
+    lanes = (LaneView("rt", 0, None), LaneView("std", 4, 12.5), LaneView("bulk", 0, None))
+    return Census(1000, (ModelView("m", tuple(ones), lanes, 0),))
+
+
+def test_top_shows_lanes_workers_and_the_rates_since_an_earlier_look() -> None:
+    before = Sample(
+        10.0, census(100), {"m": {"diffleet_completion_tokens_total": 10.0, "diffleet_forwards_total": 5.0}}
+    )
+    now = Sample(12.0, census(150), {"m": {"diffleet_completion_tokens_total": 40.0, "diffleet_forwards_total": 17.0}})
+    text = shown(now, before)
+    assert "1 worker · 3 running · 4 open · 15.0 tokens/s · 2.50 tokens/forward" in text
+    assert re.search(r"std +4 +12.5 s", text)
+    assert re.search(r"w0 +ready +cpu +3 +8 +150 +25.0", text)
+
+
+def test_top_says_what_it_means_that_no_worker_lives() -> None:
+    assert "none alive: requests wait" in shown(Sample(0.0, census(0, workers=0)))
+
+
+def test_a_process_that_has_started_anew_gives_no_negative_rate() -> None:
+    before = Sample(10.0, census(100), {"m": {"diffleet_generated_tokens_total": 900.0}})
+    now = Sample(12.0, census(20), {"m": {"diffleet_generated_tokens_total": 30.0}})
+    text = shown(now, before)
+    assert "15.0 tokens/s" in text and "-" not in text.partition("tokens/s")[0]
+
+
+def test_metrics_are_summed_over_all_labels_but_the_model() -> None:
+    text = '# HELP a x\na{model="m",code="1"} 2.0\na{model="m",code="2"} 3\na{model="other"} 7\nb{model="m"} 1e3\n'
+    assert sums(text, ("a", "b", "c"), "m") == {"a": 5.0, "b": 1000.0}
+
+
+def test_a_healthy_server_has_no_finding_but_ok() -> None:
+    assert {finding.verdict for finding in judge_redis(HEALTHY)} == {Verdict.OK}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "verdict", "remedy"),
+    [
+        ("redis_version", "6.2.1", Verdict.FAULT, "Redis 7"),
+        ("maxmemory_policy", "allkeys-lru", Verdict.FAULT, "noeviction"),
+        ("role", "slave", Verdict.FAULT, "primary"),
+        ("aof_enabled", 0, Verdict.NOTE, "appendonly"),
+        ("used_memory", 95, Verdict.FAULT, "maxmemory"),
+        ("maxmemory", 0, Verdict.NOTE, "maxmemory"),
+    ],
+)
+def test_every_fault_of_a_server_has_its_remedy(field: str, value: object, verdict: Verdict, remedy: str) -> None:
+    (finding,) = [one for one in judge_redis({**HEALTHY, field: value}) if one.verdict is not Verdict.OK]
+    assert finding.verdict is verdict and remedy in finding.remedy
+
+
+def test_missing_packages_gpu_port_and_rights_are_found(tmp_path: Path) -> None:
+    assert [one.verdict for one in check_packages(lambda name: name != "torch")] == [Verdict.OK, Verdict.NOTE]
+    assert check_gpu(None).verdict is Verdict.NOTE and check_gpu("NVIDIA H100, 80 GiB\n").verdict is Verdict.OK
+    assert check_data_dir(tmp_path / "new" / "folder").verdict is Verdict.OK
+    (tmp_path / "file").write_text("")
+    assert check_data_dir(tmp_path / "file" / "folder").verdict is Verdict.FAULT
+    assert check_port("127.0.0.1", 0).verdict is Verdict.OK
+
+
+def test_the_server_of_a_local_fleet_is_found_and_a_named_one_wins(tmp_path: Path) -> None:
+    assert find_redis("redis://elsewhere/1", tmp_path) == "redis://elsewhere/1"
+    assert find_redis(None, tmp_path).startswith("redis://")
+
+
+@pytest.mark.slow
+def test_an_open_request_is_listed_told_about_and_aborted(live_fleet: Up) -> None:
+    where = ("--redis-url", live_fleet.redis_url)
+    body = {"prompt": "Once", "max_tokens": 2000, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{live_fleet.url}/generate", json=body, trust_env=False, timeout=60) as response:
+        parts = response.iter_bytes()
+        next(parts)
+        listed = diffleet("requests", *where)
+        (request_id,) = re.findall(r"^(r_\S+) +running", listed.stdout, re.M)
+        told = diffleet("requests", request_id, *where)
+        assert re.search(r"state +running", told.stdout) and re.search(r"tries +1", told.stdout)
+        ended = diffleet("abort", request_id, *where)
+        assert ended.returncode == 0 and "aborting" in ended.stdout
+        rest = b"".join(parts)
+    assert b'"aborted"' in rest
+    assert f"{request_id}  aborted" in diffleet("abort", request_id, *where).stdout
+    assert diffleet("requests", request_id, "--text", *where).stdout.strip()
+    until(lambda: "no open request" in diffleet("requests", *where).stdout, "nothing is open")
+
+
+@pytest.mark.slow
+def test_an_unknown_request_ends_with_4(live_fleet: Up) -> None:
+    where = ("--redis-url", live_fleet.redis_url)
+    nobody = "r_demo.0_01M8FSCHXA2GAKV0ZMCY4G3EC7"
+    for command in (("requests", nobody), ("abort", nobody), ("dead-letters", "--replay", nobody)):
+        done = diffleet(*command, *where)
+        assert done.returncode == 4 and "not known" in done.stderr, command
+    assert "no dead letter" in diffleet("dead-letters", *where).stdout
+
+
+@pytest.mark.slow
+def test_top_prints_one_picture_of_a_live_fleet(live_fleet: Up) -> None:
+    done = diffleet("top", "--once", "--interval", "0.2", "--redis-url", live_fleet.redis_url, "--url", live_fleet.url)
+    assert done.returncode == 0, done.stderr
+    assert "demo  1 worker · " in done.stdout and " ready " in done.stdout
+    assert "\x1b" not in done.stdout
+
+
+@pytest.mark.slow
+def test_doctor_finds_a_local_fleet_by_its_data_folder(live_fleet: Up) -> None:
+    done = diffleet("doctor", "--data-dir", str(live_fleet.data_dir))
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"ok +redis +valkey 9", done.stdout) and "may read df:* and run scripts" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_redis_that_does_not_answer_is_a_fault_with_a_remedy() -> None:
+    began = time.monotonic()
+    sick = diffleet("doctor", "--redis-url", "redis://127.0.0.1:1/0")
+    assert sick.returncode == 1 and "does not answer" in sick.stdout and "-> start it" in sick.stdout
+    assert diffleet("top", "--once", "--redis-url", "redis://127.0.0.1:1/0").returncode == 3
+    assert diffleet("requests", "--redis-url", "ftp://x").returncode == 2
+    assert time.monotonic() - began < 90
