@@ -7,7 +7,7 @@ The credentials are those of the primary; the sentinels are asked without any.
 """
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, cast
 from urllib.parse import unquote
 
 from redis.asyncio import BlockingConnectionPool
@@ -61,11 +61,11 @@ class Sentinels:
             list(self.hosts), socket_timeout=_ASK_TIMEOUT_S, socket_connect_timeout=_ASK_TIMEOUT_S, protocol=2
         )
         try:
-            host, port = await sentinel.discover_master(self.service)
+            address = cast(tuple[str, int], await cast(Any, sentinel).discover_master(self.service))
         finally:
             for client in sentinel.sentinels:
                 await client.aclose()
-        return host, int(port)
+        return address[0], int(address[1])
 
     def primary_sync(self) -> tuple[str, int]:
         """As `primary`, for a thread without an event loop."""
@@ -73,11 +73,11 @@ class Sentinels:
             list(self.hosts), socket_timeout=_ASK_TIMEOUT_S, socket_connect_timeout=_ASK_TIMEOUT_S, protocol=2
         )
         try:
-            host, port = sentinel.discover_master(self.service)
+            address = cast(tuple[str, int], cast(Any, sentinel).discover_master(self.service))
         finally:
             for client in sentinel.sentinels:
                 client.close()
-        return host, int(port)
+        return address[0], int(address[1])
 
 
 class PrimaryPool(BlockingConnectionPool):
@@ -88,7 +88,7 @@ class PrimaryPool(BlockingConnectionPool):
 
     def __init__(self, sentinels: Sentinels, **options: Any) -> None:
         self._sentinels = sentinels
-        super().__init__(
+        super().__init__(  # pyright: ignore[reportUnknownMemberType]
             connection_class=SentinelManagedConnection, connection_pool=self, **sentinels.connection, **options
         )
 
@@ -102,7 +102,7 @@ class SyncPrimaryPool(SyncConnectionPool):
 
     def __init__(self, sentinels: Sentinels, **options: Any) -> None:
         self._sentinels = sentinels
-        super().__init__(
+        super().__init__(  # pyright: ignore[reportUnknownMemberType]
             connection_class=SyncSentinelManagedConnection, connection_pool=self, **sentinels.connection, **options
         )
 

@@ -137,7 +137,7 @@ class Subscriber:
             # Again and again: a cancellation that meets the end of the client library's own timeout is lost in it.
             for task in tasks:
                 task.cancel()
-            _, tasks = await asyncio.wait(tasks, timeout=0.5)
+            tasks = (await asyncio.wait(tasks, timeout=0.5))[1]
         if self._connection is not None:
             self._connection.abort()
             await self._connection.lost.wait()
