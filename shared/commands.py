@@ -60,6 +60,12 @@ class Limits(_Part):
         lt=COUNT_LIMIT,
         description="Cap on denoising forwards; what is left is filled in the last.",
     )
+    deadline_ms: int | None = Field(
+        default=None,
+        ge=1,
+        lt=MS_LIMIT,
+        description="Answer with what there is by then: the block that is being decided is filled in one forward.",
+    )
     max_repetition_run: int | None = Field(
         default=None, ge=1, lt=COUNT_LIMIT, description="End after this many equal tokens in a row."
     )

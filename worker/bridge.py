@@ -263,6 +263,14 @@ class Bridge:
         self._starts.append(Started(slot.id, slot.epoch, self._worker_id, claim.queued_ms))
         self._news.set()
         self._mailbox.arrive(Arrival(request, claim.epoch, resume_of(slot.written)))
+        if request.limits.deadline_ms is not None:
+            left_s = max(0.0, (request.limits.deadline_ms - claim.queued_ms) / 1000)
+            asyncio.get_running_loop().call_later(left_s, self._hurry, slot)
+
+    def _hurry(self, slot: _Slot) -> None:
+        """Its deadline is here, if it is still this life of the request that is held."""
+        if self._held.get(slot.id) is slot:
+            self._mailbox.hurry(slot.id)
 
     def _refuse(self, slot: _Slot, seq: int, code: FailCode, message: str) -> None:
         field, colon, _ = message.partition(": ")

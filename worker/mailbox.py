@@ -13,6 +13,11 @@ class _Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class _Hurry:
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
 class _Drop:
     id: str
 
@@ -24,7 +29,7 @@ class Mailbox:
     """
 
     def __init__(self) -> None:
-        self._letters: queue.SimpleQueue[Arrival | _Abort | _Drop | None] = queue.SimpleQueue()
+        self._letters: queue.SimpleQueue[Arrival | _Abort | _Drop | _Hurry | None] = queue.SimpleQueue()
 
     def arrive(self, arrival: Arrival) -> None:
         self._letters.put(arrival)
@@ -35,6 +40,10 @@ class Mailbox:
     def drop(self, request_id: str) -> None:
         """Make the engine forget a request without an event."""
         self._letters.put(_Drop(request_id))
+
+    def hurry(self, request_id: str) -> None:
+        """Make the engine end a request with what its next forward gives."""
+        self._letters.put(_Hurry(request_id))
 
     def wake(self) -> None:
         """Cut a running `collect` short."""
@@ -52,7 +61,7 @@ class Mailbox:
             return inbox
 
 
-def _file(letter: Arrival | _Abort | _Drop | None, inbox: Inbox) -> None:
+def _file(letter: Arrival | _Abort | _Drop | _Hurry | None, inbox: Inbox) -> None:
     match letter:
         case Arrival():
             inbox.arrivals.append(letter)
@@ -62,5 +71,7 @@ def _file(letter: Arrival | _Abort | _Drop | None, inbox: Inbox) -> None:
             # Lost, and claimed again in between: an arrival behind the drop is the request's next life.
             inbox.arrivals = [arrival for arrival in inbox.arrivals if arrival.request.id != request_id]
             inbox.drops.append(request_id)
+        case _Hurry(request_id):
+            inbox.hurries.append(request_id)
         case None:
             pass

@@ -181,3 +181,18 @@ def test_a_text_that_is_written_already_gives_the_same_tokens(folder: GoldenFold
     assert {each.request.id: each.observe(result[f"{each.request.id}-again"]) for each in runs} == {
         each.request.id: each.answer for each in runs
     }
+
+
+@pytest.mark.parametrize(("folder", "entry"), _cases("generate"))
+@pytest.mark.parametrize("most", [1, 2, 5])
+def test_no_request_takes_more_forwards_than_it_may_or_answers_with_a_mask(
+    folder: GoldenFolder, entry: Entry, most: int
+) -> None:
+    for each in FAMILIES[folder.family](folder, entry):
+        limits = each.request.limits.model_copy(update={"max_nfe": most})
+        request = each.request.model_copy(update={"limits": limits})
+        tokens, nfe = run(make_engine(folder, [each], request.block_length or 16), [[request]])[request.id]
+
+        assert nfe <= most
+        assert folder.special["mask"] not in tokens
+        assert tokens or each.nfe <= most or request.limits.stop_token_ids

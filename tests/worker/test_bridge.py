@@ -47,6 +47,7 @@ class Desk:
             inbox.arrivals += new.arrivals
             inbox.aborts += new.aborts
             inbox.drops += new.drops
+            inbox.hurries += new.hurries
 
         until(lambda: reached(inbox), more)
         return inbox
@@ -312,6 +313,20 @@ def test_an_abort_key_reaches_the_engine_once() -> None:
         until(lambda: desk.bridge.held() == {})
         inbox.aborts += desk.mailbox.collect(0).aborts
         assert inbox.aborts == [(request.id, "client left")]
+
+
+def test_a_request_is_hurried_at_its_deadline_unless_it_has_left() -> None:
+    queue = QueueForTests()
+    timely, gone = generate(), generate()
+    for request in (gone, timely):
+        ms = 30 if request is gone else 60
+        queue.submit(request.model_copy(update={"limits": request.limits.model_copy(update={"deadline_ms": ms})}))
+    with running(queue) as desk:
+        desk.arrivals(2)
+        desk.say(finished(gone.id, 2))
+        inbox = desk.collect_until(lambda inbox: bool(inbox.hurries))
+        assert inbox.hurries == [timely.id]
+        desk.say(finished(timely.id, 2))
 
 
 def test_a_heartbeats_answer_counts_only_for_the_epoch_it_was_asked_for() -> None:

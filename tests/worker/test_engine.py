@@ -476,3 +476,29 @@ def test_nobody_finds_what_a_failed_request_has_written() -> None:
     bench.run([good := ask([4] * 16, 8)])
     check(bench, good)
     assert bench.engine.load().cached_tokens == 0
+
+
+# --- time
+
+
+@given(requests, st.integers(0, 12))
+@settings(max_examples=80, deadline=None)
+def test_a_request_whose_time_is_up_ends_with_its_block_filled_by_one_forward(request: Generate, moment: int) -> None:
+    bench = Bench()
+    bench.step(Inbox(arrivals=[Arrival(request, 1)]))
+    for _ in range(moment):
+        bench.step()
+    if request.id in bench.events and is_terminal(bench.events[request.id][-1]):
+        return
+    before = sum(row.canvas is not None for plan in bench.forward.plans for row in plan.rows)
+    bench.step(Inbox(hurries=[request.id, "nobody"]))
+    bench.run()
+    spent = sum(row.canvas is not None for plan in bench.forward.plans for row in plan.rows) - before
+    end = bench.end(request)
+    assert isinstance(end, Finished)
+    assert spent == 1
+    tokens = bench.tokens(request)
+    assert MASK not in tokens or MASK in request.prompt
+    assert end.usage.completion_tokens == len(tokens) <= request.limits.max_tokens
+    if end.detail == "deadline":
+        assert (len(request.prompt) + len(tokens)) % (request.block_length or 4) == 0

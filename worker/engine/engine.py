@@ -92,6 +92,11 @@ class Engine:
             else:
                 outbox.events.append(sequence.finished("aborted"))
 
+        for request_id in inbox.hurries:
+            sequence = self._scheduler.find(request_id)
+            if sequence is not None:
+                sequence.hurried = True
+
     def _arrive(self, arrival: Arrival, events: list[Event]) -> None:
         request = arrival.request
         text = self._make_text(request, arrival.resume)

@@ -70,6 +70,8 @@ class Sequence:
     closed: int | None = None
     """Position of a stop token accepted in the active block: nothing behind it is wanted."""
     stop: Stop | None = None
+    hurried: bool = False
+    """Its time is up: the next denoise forward fills the block, which is the last."""
     planned_at: int = 0
     """Step number at which the sequence was last in a plan."""
 
@@ -149,6 +151,9 @@ class Sequence:
     def wanted_end(self) -> int:
         """First position of the active block that nobody waits for."""
         end = min(self.block_end, self.limit)
+        if self.spent:
+            # The last forward may have been one that only proposes the block's first token.
+            end = min(end, self._known)
         return end if self.closed is None else min(end, self.closed)
 
     @property
@@ -162,7 +167,7 @@ class Sequence:
     def part(self) -> tuple[int, int]:
         """The first sub-block with an undecided wanted position; the whole block where there are none."""
         length = self.decoding.sub_block_length if isinstance(self.decoding, SubBlock) else None
-        if length is None:
+        if length is None or self._last:
             return self.block_start, self.block_end
         wanted = self.wanted_end - self.block_start
         first = next((index for index, masked in enumerate(self.masked[:wanted]) if masked), 0) // length * length
@@ -194,7 +199,7 @@ class Sequence:
             return True
         if any(self.wanted):
             return False
-        if not isinstance(self.decoding, JointThreshold):
+        if not isinstance(self.decoding, JointThreshold) or self.spent or self.hurried:
             return True
         # Editing goes on until a forward without masks changes nothing, within its budget.
         most = self.decoding.max_post_steps
@@ -277,7 +282,12 @@ class Sequence:
 
     def _canvas(self) -> Canvas:
         wanted, last = self.wanted, self._last
-        if self.decoding.renewal_decides == "first" and self.spec.commit is Commit.REFRESHED and self.step == 0:
+        if (
+            self.decoding.renewal_decides == "first"
+            and not last
+            and self.spec.commit is Commit.REFRESHED
+            and self.step == 0
+        ):
             first = next((index for index, masked in enumerate(wanted) if masked), 0)
             last, wanted = True, tuple(index == first for index in range(len(wanted)))
         editable: tuple[bool, ...] = ()
@@ -316,7 +326,13 @@ class Sequence:
     @property
     def _last(self) -> bool:
         max_nfe = self.request.limits.max_nfe
-        return max_nfe is not None and self.nfe + 1 >= max_nfe
+        return self.hurried or (max_nfe is not None and self.nfe + 1 >= max_nfe)
+
+    @property
+    def spent(self) -> bool:
+        """All forwards that the request may take are taken."""
+        max_nfe = self.request.limits.max_nfe
+        return max_nfe is not None and self.nfe >= max_nfe
 
     @property
     def _forbidden(self) -> tuple[int, ...]:
@@ -419,17 +435,22 @@ class Sequence:
         """Return why the request ends with the active block, now complete; None if it goes on."""
         if self.stop is not None:
             return self.stop.detail
-        max_nfe = self.request.limits.max_nfe
+        if self.wanted_end < min(self.block_end, self.limit) and self.spent:
+            return "max_nfe"
         if self.limit <= self.block_end:
             cut = self.limit < self.prompt_length + self.request.limits.max_tokens
             return "max_model_len" if cut else "max_tokens"
-        if max_nfe is not None and self.nfe >= max_nfe:
-            return "max_nfe"
-        return None
+        if self.hurried:
+            return "deadline"
+        return "max_nfe" if self.spent else None
 
     def commit(self, ending: FinishDetail | None) -> Delta | None:
         """Publish the complete block; return its delta, or None if it adds neither token nor text (a lone stop)."""
-        end = self.stop.position if self.stop is not None else min(self.block_end, self.limit)
+        end = min(self.block_end, self.limit)
+        if self.stop is not None:
+            end = self.stop.position
+        elif self.spent:
+            end = min(end, self._known)
         text, self.pending_text = self.pending_text, ""
         if ending is not None:
             text += self.text.flush()
