@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import count
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from tests.goldens.passes import Pass, run_pass, to_passes
 from tests.goldens.runs import Run, replay
 from worker.engine.engine import Engine
 from worker.engine.plan import Plan
-from worker.engine.ports import Arrival, Decision, Inbox
+from worker.engine.ports import Arrival, Decision, Inbox, Resume
 from worker.engine.scheduler import BatchLimits, CacheShape
 from worker.runner import Runner
 
@@ -85,13 +86,18 @@ Watch = Callable[[Plan], None]
 
 
 def make_engine(
-    folder: GoldenFolder, runs: Sequence[Run], page_size: int, token_budget: int = 2048, watch: Watch | None = None
+    folder: GoldenFolder,
+    runs: Sequence[Run],
+    page_size: int,
+    token_budget: int = 2048,
+    watch: Watch | None = None,
+    num_pages: int | None = None,
 ) -> Engine:
     """Return an engine over the folder's model; `watch` sees every plan before it runs."""
     model = folder.model()
     # The reference loops end at the ids that their arguments name; a checkpoint's own eos means nothing to them.
     spec = replace(model.spec, **{"stop_token_ids": (), **runs[0].facts})
-    num_pages = 4096 // page_size
+    num_pages = num_pages or 4096 // page_size
     runner = Runner(replace(model, spec=spec), num_pages, page_size, draw=replay(runs))
 
     def forward(plan: Plan) -> Decision:
@@ -198,3 +204,56 @@ def test_no_request_takes_more_forwards_than_it_may_or_answers_with_a_mask(
         assert nfe <= most
         assert folder.special["mask"] not in tokens
         assert tokens or each.nfe <= most or request.limits.stop_token_ids
+
+
+@pytest.mark.parametrize(("folder", "runs"), _batches())
+def test_pages_for_little_more_than_the_longest_run_change_no_token(folder: GoldenFolder, runs: list[Run]) -> None:
+    page_size = runs[0].request.block_length or 16
+    pages = [-(-(len(r.prompt) + r.limits.max_tokens) // page_size) + 1 for r in (each.request for each in runs)]
+    copies = [1 + (each.request.cfg_scale > 0) for each in runs]
+    most = max(count * copy for count, copy in zip(pages, copies, strict=True))
+    # Waiting and preemption: a run that is prefilled again does not count it.
+    engine = make_engine(folder, runs, page_size, num_pages=most + 2)
+
+    result = run(engine, [[each.request for each in runs]])
+
+    assert {each.request.id: each.observe(result[each.request.id]) for each in runs} == {
+        each.request.id: each.answer for each in runs
+    }
+
+
+@pytest.mark.parametrize(("folder", "runs"), _batches())
+@pytest.mark.parametrize("moment", [1, 9])
+def test_runs_that_are_handed_over_go_on_to_the_same_tokens(folder: GoldenFolder, runs: list[Run], moment: int) -> None:
+    page_size = runs[0].request.block_length or 16
+    committed = {each.request.id: Resume() for each in runs}
+    ended: set[str] = set()
+    first = make_engine(folder, runs, page_size)
+    inbox = Inbox(arrivals=[Arrival(each.request, epoch=1) for each in runs])
+    for step in count():
+        for event in first.step(inbox).events:
+            match event:
+                case Delta():
+                    known = committed[event.id].token_ids
+                    committed[event.id] = Resume((*known, *event.token_ids), 0, event.seq, event.block + 1, event.nfe)
+                case Finished():
+                    ended.add(event.id)
+                case _:
+                    pass
+        if first.idle:
+            break
+        inbox = Inbox(hand_back=step + 1 >= moment)
+
+    heirs = [Arrival(each.request, 2, committed[each.request.id]) for each in runs if each.request.id not in ended]
+    second = make_engine(folder, runs, page_size)
+    tokens = {name: list(resume.token_ids) for name, resume in committed.items()}
+    inbox = Inbox(arrivals=heirs)
+    while inbox.arrivals or not second.idle:
+        for event in second.step(inbox).events:
+            if isinstance(event, Delta):
+                tokens[event.id] += event.token_ids
+        inbox = Inbox()
+
+    assert {each.request.id: each.observe((tokens[each.request.id], 0))[0] for each in runs} == {
+        each.request.id: each.tokens for each in runs
+    }
