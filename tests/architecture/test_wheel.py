@@ -53,7 +53,7 @@ def test_the_wheel_has_every_committed_script_and_model_file(wheel: Path) -> Non
         names = set(archive.namelist())
     if not (ROOT / ".git").exists():
         pytest.skip("not a checkout")
-    wanted = _tracked("shared/scripts/*.lua worker/demo/models")
+    wanted = _tracked("shared/scripts/*.lua worker/demo/models api/playground")
     assert wanted
     assert wanted <= names
 
