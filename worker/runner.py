@@ -66,11 +66,25 @@ class Runner:
         """Return the hidden states [sources, hidden] that the proposals are read from."""
         guided = [(row, row.guide) for row in plan.rows if row.guide is not None]
         rows = [*plan.rows, *(row for row, _ in guided)]
+        starts = [row.start for row in rows]
+        pages = [row.pages for row in plan.rows] + [guide.pages for _, guide in guided]
+        near = None
+        if self._spec.sliding_window:
+            views = [row.near or () for row in rows]
+            near = plan_attention(
+                starts,
+                [[end for _, end in view] for view in views],
+                pages,
+                self._page_size,
+                device=self._device,
+                dtype=self._dtype,
+                visible_start=[[start for start, _ in view] for view in views],
+            )
         context = ForwardContext(
             attention=plan_attention(
-                [row.start for row in rows],
+                starts,
                 [row.visible_end for row in rows],
-                [row.pages for row in plan.rows] + [guide.pages for _, guide in guided],
+                pages,
                 self._page_size,
                 device=self._device,
                 dtype=self._dtype,
@@ -79,6 +93,7 @@ class Runner:
                 [position for row in rows for position in row.positions or range(row.start, row.end)]
             ),
             kv=self._kv,
+            near=near,
         )
         inputs = [row.token_ids for row in plan.rows] + [guide.token_ids for _, guide in guided]
         token_ids = self._integers([token for ids in inputs for token in ids])

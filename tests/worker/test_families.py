@@ -13,16 +13,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kernels.attention import plan_attention
 from shared.commands import Generate, Limits, Sampling
 from shared.decoding import LowConfidenceDynamic, LowConfidenceStatic, Threshold
 from shared.events import Delta, Failed, Finished
 from tests.worker.naive_decoder import decode_naively
 from tests.worker.test_models import logits_of
 from worker.engine.engine import Engine
-from worker.engine.plan import visible_ends
+from worker.engine.plan import near_view, visible_ends
 from worker.engine.ports import Arrival, Inbox
 from worker.engine.scheduler import BatchLimits, CacheShape
 from worker.models import LoadedModel, ModelError, load_model
+from worker.models.layers import ForwardContext
 from worker.models.spec import NO_MASK, Attention, Commit
 from worker.runner import Runner
 
@@ -67,8 +69,10 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def write_oracle(folder: Path, kind: str, config: dict[str, Any], architecture: str | None = None) -> Any:
-    """Write a random checkpoint of transformers' class `kind`, and return the class's model.
+def write_oracle(
+    folder: Path, kind: str, config: dict[str, Any], architecture: str | None = None, task: str = "ForCausalLM"
+) -> Any:
+    """Write a random checkpoint of transformers' class `kind` for `task`, and return the class's model.
 
     The folder names `architecture` where that is another one with the same layers.
     """
@@ -76,12 +80,15 @@ def write_oracle(folder: Path, kind: str, config: dict[str, Any], architecture: 
         import transformers
 
         torch.manual_seed(11)
-        cls = getattr(transformers, f"{kind}ForCausalLM")
+        cls = getattr(transformers, kind + task)
         oracle = cls._from_config(cls.config_class(**config), attn_implementation="eager", dtype=torch.float32).eval()
         for name, parameter in oracle.named_parameters():
             # The initial spread is so small that all logits would be alike, and norms would be ones.
-            spread = 32 if "lm_head" in name else 8
-            parameter.data = 1 + torch.randn_like(parameter) / 8 if "norm" in name else parameter.data * spread
+            spread, norm = 32 if "lm_head" in name else 8, "norm" in name.lower()
+            if name.endswith("bias"):
+                parameter.data = torch.randn_like(parameter) / 8
+            else:
+                parameter.data = 1 + torch.randn_like(parameter) / 8 if norm else parameter.data * spread
         oracle.save_pretrained(folder)
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": [architecture or cls.__name__]}))
@@ -335,3 +342,116 @@ def test_a_rotation_that_is_not_known_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(ModelError, match=r"rope_scaling: rope type 'su' is not supported, only 'default'"):
         load_model(tmp_path)
+
+
+# --- masked language models
+
+
+ENCODER = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+BERT = ENCODER | {"num_hidden_layers": 2}
+# Windows of 4 on either side: most of 22 tokens are out of sight.
+MODERNBERT = ENCODER | {"num_hidden_layers": 5, "local_attention": 8, "sep_token_id": 62, "eos_token_id": 62}
+MASKED = {
+    "bert": ("Bert", BERT),
+    "modernbert": ("ModernBert", MODERNBERT),
+    "modernbert-biased": (
+        "ModernBert",
+        MODERNBERT | {"norm_bias": True, "attention_bias": True, "mlp_bias": True, "classifier_bias": True},
+    ),
+    "modernbert-window-of-7": ("ModernBert", MODERNBERT | {"local_attention": 7}),
+    "modernbert-all-global": ("ModernBert", MODERNBERT | {"global_attn_every_n_layers": 1}),
+}
+
+
+@torch.inference_mode()
+def masked_logits(model: LoadedModel) -> Tensor:
+    """Return [22, vocab] for all tokens in one forward, with what layers with a window see."""
+    spec, length = model.spec, len(TOKENS)
+    ends, near = [length] * length, None
+    if spec.sliding_window:
+        views = [near_view(spec.attention, position, spec.sliding_window, 0, length) for position in range(length)]
+        near = plan_attention(
+            [0],
+            [[end for _, end in views]],
+            [[0]],
+            length,
+            device=model.device,
+            dtype=model.dtype,
+            visible_start=[[start for start, _ in views]],
+        )
+    plan = plan_attention([0], [ends], [[0]], length, device=model.device, dtype=model.dtype)
+    kv = torch.zeros(2, spec.num_layers, 1, length, spec.num_kv_heads, spec.head_dim)
+    context = ForwardContext(plan, torch.arange(length), tuple(zip(*kv, strict=True)), near=near)
+    return model.module.logits(model.module.forward(torch.tensor(TOKENS), context))
+
+
+def write_masked(folder: Path, name: str) -> Any:
+    kind, config = MASKED[name]
+    oracle = write_oracle(folder, kind, config, task="ForMaskedLM")
+    path = folder / "config.json"
+    added = {"mask_token_id": 63, "sep_token_id": 62}
+    path.write_text(json.dumps(json.loads(path.read_text()) | added))
+    return oracle
+
+
+@pytest.mark.parametrize("name", MASKED)
+@torch.inference_mode()
+def test_a_masked_language_model_gives_transformers_logits(tmp_path: Path, name: str) -> None:
+    oracle = write_masked(tmp_path, name)
+    with quiet():
+        known = oracle(torch.tensor([TOKENS])).logits[0]
+
+    difference = masked_logits(load_model(tmp_path)) - known
+
+    assert difference.abs().max() < TOLERANCE
+    assert known.std() > 0.5, "logits that are all alike prove nothing"
+
+
+@pytest.mark.parametrize("name", MASKED)
+@torch.inference_mode()
+def test_masked_language_models_fill_their_canvas_in_a_batch_as_transformers_would(tmp_path: Path, name: str) -> None:
+    """The oracle is LLaDA's loop with one position a step, written out over transformers' logits."""
+    oracle = write_masked(tmp_path, name)
+    decoding = LowConfidenceStatic(filler_rules=False, early_stop=False)
+    limits = Limits(max_tokens=12, ignore_eos=True)
+    requests = [
+        Generate(id=f"r{n}", model="m", prompt=tuple(TOKENS[:n]), limits=limits, decoding=decoding, block_length=6)
+        for n in (3, 10, 17)
+    ]
+
+    result = run(load_model(tmp_path), requests)
+
+    for request in requests:
+        start = len(request.prompt)
+        tokens = torch.tensor([*request.prompt, *[63] * 12])
+        for block in (start, start + 6):
+            for _ in range(6):
+                with quiet():
+                    logits = oracle(tokens[None]).logits[0, block : block + 6]
+                # The mask has probability but is never proposed.
+                best = logits.index_fill(1, torch.tensor(63), float("-inf")).argmax(-1)
+                sure = logits.softmax(-1).gather(1, best[:, None])[:, 0]
+                place = sure.masked_fill(tokens[block : block + 6] != 63, -1).argmax()
+                tokens[block + place] = best[place]
+        assert result[request.id] == (tokens[start:].tolist(), 12)
+
+
+def test_the_first_exports_of_bert_name_their_norms_in_another_way(tmp_path: Path) -> None:
+    write_masked(tmp_path, "bert")
+    now = masked_logits(load_model(tmp_path))
+    path = tmp_path / "model.safetensors"
+    weights = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): value
+        for name, value in load_file(path).items()
+    }
+    assert any(name.endswith("gamma") for name in weights)
+    save_file(weights, path)
+
+    assert torch.equal(masked_logits(load_model(tmp_path)), now)

@@ -16,6 +16,7 @@ __all__ = ["FAMILIES", "Denoiser", "LoadedModel", "ModelError", "load_checkpoint
 
 # Keyed by `architectures`, for `model_type` collides: LLaDA-MoE says llada, Stable-DiffCoder says llama.
 FAMILIES = {
+    "BertForMaskedLM": "worker.models.bert",
     "DiffusionGemmaForBlockDiffusion": "worker.models.diffusion_gemma",
     "DreamModel": "worker.models.dream",
     "Fast_dLLM_QwenForCausalLM": "worker.models.fastdllm_v2",
@@ -23,6 +24,7 @@ FAMILIES = {
     "LLaDAModelLM": "worker.models.llada",
     "LLaDAMoEModelLM": "worker.models.llada_moe",
     "LlamaForCausalLM": "worker.models.autoregressive",
+    "ModernBertForMaskedLM": "worker.models.modernbert",
     "Qwen2ForCausalLM": "worker.models.autoregressive",
     "Qwen3ForCausalLM": "worker.models.autoregressive",
     "NemotronLabsDiffusionModel": "worker.models.nemotron",
