@@ -13,7 +13,7 @@ from worker.models.checkpoint import Checkpoint
 from worker.models.facts import gather_facts
 from worker.models.layers import ForwardContext, LayerShape, Linear, empty_parameter
 from worker.models.qwen import refuse
-from worker.models.spec import Attention, Commit, FamilyFacts, ModelSpec
+from worker.models.spec import Attention, Commit, ModelSpec
 
 BLOCK_LENGTH = 32
 
@@ -68,7 +68,7 @@ def gather_encoder_facts(
     family: str,
     mask_token_id: int,
     sep_token_id: int,
-    facts: FamilyFacts | None = None,
+    sliding_window: int = 0,
 ) -> ModelSpec:
     """Return the facts of a masked language model that answers by filling a canvas behind its prompt (MDLM, BERT-Chat).
 
@@ -85,5 +85,5 @@ def gather_encoder_facts(
         mask_token_id=mask_token_id,
         stop_token_ids=checkpoint.special("eos_token_id") or checkpoint.special("sep_token_id") or (sep_token_id,),
         decoding=LowConfidenceStatic(),
-        **(facts or {}),
+        sliding_window=sliding_window,
     )

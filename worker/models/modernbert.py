@@ -40,7 +40,7 @@ def read_spec(checkpoint: Checkpoint) -> ModelSpec:
         "modernbert",
         MASK_TOKEN_ID,
         SEP_TOKEN_ID,
-        {"sliding_window": window} if any(_read_near(checkpoint)) else {},
+        window if any(_read_near(checkpoint)) else 0,
     )
 
 
