@@ -166,10 +166,6 @@ def check_data_dir(data_dir: Path) -> Finding:
     """Say whether the data folder, or the nearest folder above it that exists, can be written."""
     existing = next(folder for folder in (data_dir, *data_dir.parents) if folder.exists())
     if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
-        socket_path = data_dir / "valkey" / "valkey.sock"
-        if len(os.fsencode(socket_path)) > 100:
-            remedy = "choose a shorter --data-dir: a socket's path has at most 107 bytes"
-            return Finding("data folder", Verdict.NOTE, f"{data_dir} is long", remedy)
         return Finding("data folder", Verdict.OK, str(data_dir))
     return Finding("data folder", Verdict.FAULT, f"{existing} cannot be written", "choose another with --data-dir")
 

@@ -9,16 +9,21 @@ from redis import exceptions
 from shared.cli.exits import Exit, Stop
 from shared.client import FleetClient, FleetUnavailable, UnknownModel, UnknownRequest
 from shared.connection import Link
+from shared.embedded import EmbeddedServer
 from shared.settings import ServiceSettings
 
 
 def find_redis(given: str | None, data_dir: Path) -> str:
     """Return the URL to use: the given one, else that of `diffleet up` in this data folder, else the settings'."""
-    socket = data_dir / "valkey" / "valkey.sock"
-    if given is None and socket.is_socket():
-        return f"unix://{socket}"
-    settings = ServiceSettings() if given is None else ServiceSettings(redis_url=given)
-    return settings.redis_url
+    if given is not None:
+        return ServiceSettings(redis_url=given).redis_url
+    return local_redis(data_dir) or ServiceSettings().redis_url
+
+
+def local_redis(data_dir: Path) -> str | None:
+    """Return the URL of the server that `diffleet up` keeps for this data folder; None if there is none."""
+    server = EmbeddedServer(data_dir)
+    return server.url if server.socket_path.is_socket() else None
 
 
 @contextlib.asynccontextmanager

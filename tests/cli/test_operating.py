@@ -1,6 +1,7 @@
 """`diffleet top`, `doctor`, `requests`, `abort` and `dead-letters`, over what is known and against a live fleet."""
 
 import re
+import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from shared.cli.doctor import Verdict, check_data_dir, check_gpu, check_packages
 from shared.cli.exposition import sums
 from shared.cli.operations import find_redis
 from shared.cli.top import Sample, draw
+from shared.embedded import EmbeddedServer
 from shared.roster import WorkerInfo
 from tests.cli.fleet_process import Up, diffleet
 from tests.fleet.processes import until
@@ -97,6 +99,13 @@ def test_missing_packages_gpu_port_and_rights_are_found(tmp_path: Path) -> None:
 def test_the_server_of_a_local_fleet_is_found_and_a_named_one_wins(tmp_path: Path) -> None:
     assert find_redis("redis://elsewhere/1", tmp_path) == "redis://elsewhere/1"
     assert find_redis(None, tmp_path).startswith("redis://")
+    place = EmbeddedServer(tmp_path).socket_path
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(place))
+        assert find_redis(None, tmp_path) == f"unix://{place}"
+        assert find_redis("redis://elsewhere/1", tmp_path) == "redis://elsewhere/1"
+    place.unlink()
 
 
 @pytest.mark.slow
