@@ -383,7 +383,7 @@ def test_previews_keep_their_interval_and_follow_the_start() -> None:
             desk.say(snapshot(request.id, step))
         desk.say(finished(request.id, 2))
         until(lambda: desk.bridge.held() == {})
-        assert queue.previews[0] == Started(request.id, 1, "w1")
+        assert queue.previews[0] == Started(request.id, 1, "w1", queued_ms=0)
         assert all(event == snapshot(request.id, 0) for event in queue.previews[1:])
         assert len(queue.previews) <= 2
 
