@@ -129,11 +129,10 @@ def test_a_model_folder_without_weights_is_named_and_nothing_is_left(short_folde
         if file.suffix != ".safetensors":
             (broken / file.name).write_bytes(file.read_bytes())
     ended = diffleet("up", "--model", str(broken), "--data-dir", str(short_folder / "data"), "--port", "0")
-    assert ended.returncode == 5
-    assert "worker 1 ended with exit code 3" in ended.stderr
+    assert ended.returncode == 2
     assert "safetensors" in ended.stderr
     assert "Traceback" not in ended.stderr
-    assert not (short_folder / "data" / "valkey" / "valkey.sock").exists()
+    assert not (short_folder / "data").exists()
 
 
 def test_an_unknown_model_is_refused_before_anything_starts(short_folder: Path) -> None:
@@ -160,5 +159,5 @@ def test_a_redis_that_does_not_answer_is_named(short_folder: Path, tiny_model: P
         DIFFLEET_REDIS_WAIT_S="0",
     )
     assert ended.returncode == 5
-    assert "worker 1 ended with exit code 4" in ended.stderr
+    assert "no Redis answers at the given --redis-url" in ended.stderr
     assert "127.0.0.1:1" in ended.stderr
