@@ -35,7 +35,7 @@ for i = 7, #KEYS, 2 do
   else
     redis.call('XCLAIM', lanes[request.lane], group, consumer, 0, request.eid, 'JUSTID')
     local reason = redis.pcall('GET', KEYS[i + 1])
-    if type(reason) == 'string' then
+    if not foreign(reason) and type(reason) == 'string' then
       answers[slot + 1] = 'aborted:' .. reason
     elseif now > tonumber(request.dl) then
       answers[slot + 1] = 'expired'

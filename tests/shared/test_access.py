@@ -9,6 +9,7 @@ from redis import exceptions
 from shared.client import FleetClient
 from shared.connection import Link
 from shared.heart import Heart
+from shared.keys import Keys
 from shared.queue import WorkerQueue
 from shared.roster import WorkerInfo
 from tests.shared.protocol_for_tests import MODEL, block_of, card_of, command_for, end_of
@@ -20,7 +21,7 @@ COMMON = (
 ).split()
 API = "xlen smembers zrange zadd zrem zremrangebyscore zcard pttl xrevrange wait subscribe unsubscribe".split()
 WORKER = (
-    "mget sadd zadd zrem zremrangebyscore xreadgroup xautoclaim xclaim xpending xinfo|consumers "
+    "mget sadd zadd zrem zremrangebyscore xrevrange xreadgroup xautoclaim xclaim xpending xinfo|consumers "
     "xgroup|create xgroup|delconsumer"
 ).split()
 
@@ -70,3 +71,24 @@ async def test_a_right_that_is_missing_is_an_error_not_a_retry(redis_url: str, u
     with pytest.raises(exceptions.NoPermissionError):
         await link.read("FLUSHALL")
     await link.close()
+
+
+@pytest.mark.parametrize("right", ["xrevrange", "hmget"])
+async def test_a_right_that_a_worker_lacks_is_an_error_and_costs_no_request(
+    redis_url: str, users: None, fleet_redis: Any, right: str
+) -> None:
+    fleet_redis.acl_setuser("worker", enabled=True, commands=[f"-{right}"])
+    queue = WorkerQueue.connect(
+        redis_url.replace("unix://", "unix://worker:secret@"), MODEL, "w1", lease_ms=3_600_000, reap_every_ms=0
+    )
+    try:
+        await queue.publish_card(card_of())
+        command = command_for()
+        async with FleetClient.connect(redis_url) as fleet:
+            await fleet.submit(command)
+            with pytest.raises(exceptions.ResponseError, match="NOPERM|ACL"):
+                await queue.take(1)
+            assert fleet_redis.xlen(Keys.of(command.id).lane(command.lane)) == 1
+            assert fleet_redis.hget(Keys.of(command.id).request(command.id), "st") == b"queued"
+    finally:
+        await queue.close()

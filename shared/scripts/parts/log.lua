@@ -5,10 +5,18 @@ local function now_ms()
   return time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
+-- True if a key under a name of ours holds somebody else's type. Any other error, such as a right that this user lacks,
+-- is no fault of the request: it ends the script, and nothing is dropped for it.
+local function foreign(reply)
+  if type(reply) ~= 'table' or not reply.err then return false end
+  if not string.find(reply.err, 'WRONGTYPE', 1, true) then error(reply) end
+  return true
+end
+
 local function fetch(key, ...)
   local values = redis.pcall('HMGET', key, ...)
-  -- Somebody else's key under a name of ours is as good as none.
-  if values.err then return {} end
+  -- Somebody else's key is as good as none.
+  if foreign(values) then return {} end
   local request = {}
   for i, name in ipairs({ ... }) do request[name] = values[i] or nil end
   return request

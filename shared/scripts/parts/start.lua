@@ -35,7 +35,7 @@ local function start(worker, lane, eid, id, alone)
     return nil
   end
   local newest = redis.pcall('XREVRANGE', names.log, '+', '-', 'COUNT', 1)
-  if not sound(request, lane) or newest.err
+  if foreign(newest) or not sound(request, lane)
     or (newest[1] and tonumber(string.match(newest[1][1], '^%d+')) > tonumber(request.seq)) then
     drop(worker, lane, eid, names.request)
     return nil
