@@ -101,7 +101,7 @@ class Bridge:
         self._epochs: dict[str, int] = {}
         self._starts: list[Started] = []
         self._snapshots: dict[str, Snapshot] = {}
-        self._waiting = 0
+        self._waiting = self._waiting_told = 0
         self._taking = True
         self._closing = False
         self._started = threading.Event()
@@ -128,6 +128,10 @@ class Bridge:
         Raises `BridgeError` if nobody is there to take it.
         """
         self.check()
+        # Most steps have nothing to say, and waking the thread would take the interpreter's lock from the next one.
+        if not (outbox.events or outbox.handed_back) and waiting == self._waiting_told:
+            return
+        self._waiting_told = waiting
         self._loop.call_soon_threadsafe(self._take_in, outbox, waiting)
 
     def held(self) -> dict[str, int]:

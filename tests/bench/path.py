@@ -3,23 +3,26 @@
 import asyncio
 import os
 
-from tests.bench.load import Run, engine, engine_job, fleet, http_job, median, prompts, show, timed
+from tests.bench.load import QUESTIONS, Run, engine, engine_job, fleet, http_job, median, prompts, show, timed
 from worker.loop import EngineLoop
 
 CONCURRENCY = (1, 8, 32)
 ROUNDS = 5
-# Rounds of a few seconds each: at 1 request one after another, else all together.
 MAX_TOKENS = {1: 512, 8: 256, 32: 256}
 
 
 async def measure(loop: EngineLoop, url: str, concurrent: int) -> tuple[list[Run], list[Run]]:
-    """Alternate rounds of the two, so that a slow moment of the machine meets both."""
+    """Alternate rounds of the two, so that a slow moment of the machine meets both.
+
+    A round is a few seconds long. At 1 it is one request of each kind after the other, for the kinds differ in tokens a
+    forward, and with it in what a block's way to the client costs beside its forwards.
+    """
     alone: list[Run] = []
     path: list[Run] = []
-    texts, most = prompts(loop, concurrent), MAX_TOKENS[concurrent]
+    texts, most, together = prompts(loop, max(concurrent, len(QUESTIONS))), MAX_TOKENS[concurrent], concurrent > 1
     for _ in range(ROUNDS):
-        alone.append(await timed([engine_job(loop, text, most) for text in texts]))
-        path.append(await timed([http_job(url, text, most) for text in texts]))
+        alone.append(await timed([engine_job(loop, text, most) for text in texts], together))
+        path.append(await timed([http_job(url, text, most) for text in texts], together))
     return alone, path
 
 
