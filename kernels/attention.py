@@ -57,7 +57,8 @@ def plan_attention(
     """Lay out one step: row r asks for positions starts[r].. and sees pages[r] up to visible_end[r][i].
 
     The pages of a row cover every position that it writes or sees. `dtype` is that of the keys. With `visible_start`
-    the i-th query of row r sees nothing before visible_start[r][i] (sliding windows).
+    the i-th query of row r sees nothing before visible_start[r][i] (sliding windows). Without it, a plan for a GPU has
+    one group that only tells the longest query, for the fused twin needs no more, and it is sent without waiting.
     """
     lengths = [len(ends) for ends in visible_end]
     offsets = [0]
@@ -73,6 +74,17 @@ def plan_attention(
     row_of = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     position = within + (torch.tensor(starts) - torch.tensor(offsets[:-1]))[row_of]
     written = table[row_of, position // page_size] * page_size + position % page_size
+
+    if device.type == "cuda" and visible_start is None:
+        reach = max(max(row_ends) for row_ends in visible_end)
+        group = RowGroup(slice(0, offsets[-1]), slice(0, 0), len(lengths), max(lengths), reach, None)
+        return AttentionPlan(
+            slots=upload(written, device),
+            row_offsets=upload(torch.tensor(offsets, dtype=torch.int32), device),
+            visible_end=upload(ends.int(), device),
+            page_table=upload(table.int(), device),
+            groups=(group,),
+        )
 
     members: dict[tuple[int, int], list[int]] = {}
     for row, row_ends in enumerate(visible_end):
@@ -90,6 +102,11 @@ def plan_attention(
         groups=groups,
         visible_start=None if begins is None else begins.to(device, torch.int32),
     )
+
+
+def upload(values: Tensor, device: torch.device) -> Tensor:
+    """Return `values` on a device, in order with what runs there, without waiting for it."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def _group(

@@ -3,7 +3,8 @@
 A row has an active block of which some positions are masked. A step proposes tokens for them, accepts some, and once
 none is masked opens the next block. The finished block's keys must be written from its final tokens. That is done
 either by the next block's first forward, which then asks for both blocks (`paired`: every step does, and rewrites the
-same keys in later ones), or by a pass of its own (`not paired`), which decides nothing.
+same keys in later ones), or by a pass of its own (`not paired`), which decides nothing. The state is the same for both,
+so any step may be the one or the other.
 """
 
 from dataclasses import dataclass
@@ -34,13 +35,18 @@ class Field(IntEnum):
     """First position that nobody wants."""
     STEP = 3
     COMMIT = 4
-    """The next pass writes the block before; only where steps are not paired."""
+    """The block before is not written yet: a step that is not paired does that, and no more."""
     RULE = 5
     THRESHOLD = 6
     """Bits of a float32."""
     STEPS = 7
     """0: one position a step."""
     FILLER_RULES = 8
+    DRAWS = 9
+    """Tokens are drawn, by SEED; else the most probable one is proposed."""
+    SEED = 10
+    TEMPERATURE = 11
+    """Bits of a float32; 0 stands for 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +143,9 @@ def canvas_advance(
     """
     rows, block = state.shape[0], layout.block
     token, confidence = token.view(rows, block), confidence.view(rows, block)
-    deciding = (state[:, Field.LIVE] != 0) & (state[:, Field.COMMIT] == 0)
+    deciding = state[:, Field.LIVE] != 0
+    if not layout.paired:
+        deciding = deciding & (state[:, Field.COMMIT] == 0)
     masked = (state[:, layout.masked] != 0) & deciding[:, None]
     broken = masked & ~finite.view(rows, block)
     fails = broken.any(-1, keepdim=True)
@@ -156,7 +164,7 @@ def canvas_advance(
     state[:, layout.tokens] = torch.where(done[:, None], mask_id, tokens)
     state[:, layout.masked] = torch.where(done[:, None], fresh, kept).long()
     state[:, Field.STEP] = torch.where(done, 0, state[:, Field.STEP] + deciding)
-    state[:, Field.COMMIT] = (done & (not layout.paired)).long()
+    state[:, Field.COMMIT] = done.long()
     state[:, Field.LIVE] *= (~fails[:, 0] & (start < state[:, Field.LIMIT])).long()
     state[:, Field.START] = start
     return answer

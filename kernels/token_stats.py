@@ -20,6 +20,8 @@ class Noise:
     """[m] int64, absolute."""
     step: Tensor
     """[m] int64, denoise steps already spent in the block."""
+    drawn: Tensor | None = None
+    """[m] bool: which of these rows are drawn after all; None: all of them. What is captured cannot leave rows out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,8 @@ def token_stats(
         ranked = total.index_copy(0, filters.rows, own)
     if noise is not None:
         drawn = gumbel(noise.seed, noise.position, noise.step, z.shape[1])
+        if noise.drawn is not None:
+            drawn = drawn.masked_fill(~noise.drawn[:, None], 0.0)
         choice = choice.index_add(0, noise.rows, drawn)
     # The first of equals, as argmax, at a third of its time on a CPU.
     token = choice.max(-1).indices

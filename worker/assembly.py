@@ -1,5 +1,6 @@
 """From settings to an engine on a device: what the service and the in-process loop have in common."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,14 +14,16 @@ from worker.engine.engine import Engine
 from worker.engine.ports import Resume
 from worker.engine.scheduler import BatchLimits, CacheShape
 from worker.engine.window import cuts_windows
+from worker.memory import step_bytes
 from worker.models import ModelError, load_model
 from worker.models.spec import ModelSpec, kv_shapes
-from worker.runners import make_runner
+from worker.runners import make_runner, runs_ahead
 from worker.settings import WorkerSettings
 
 _MIB = 2**20
 _CPU_CACHE_MIB = 256
-_GPU_CACHE_SHARE = 0.85
+_GPU_CACHE_SHARE = 0.95
+"""Of what is free beside the weights and what the largest step needs; the rest is for the allocator's gaps."""
 _PAGE_TOKENS = 32
 
 
@@ -42,12 +45,24 @@ def assemble(settings: WorkerSettings) -> Assembly:
         tokenizer = Tokenizer.from_folder(settings.folder)
     except InvalidTokenizer as error:
         raise ModelError(f"{settings.folder}: {error}") from error
-    cache = cache_shape(settings, model.spec, placement)
+    limits = BatchLimits(
+        settings.max_rows,
+        settings.token_budget,
+        pages_ahead=runs_ahead(model.spec, placement.device, settings.step_ahead),
+    )
+    cache = cache_shape(settings, model.spec, placement, lambda page_size: step_bytes(model, limits, page_size))
     # A longer request could never run here, so nobody should be told that it may.
     capacity = cache.page_size * cache.num_pages
     spec = replace(model.spec, max_model_len=min(model.spec.max_model_len, capacity))
-    runner = make_runner(model, cache.num_pages, cache.page_size, placement.device)
-    limits = BatchLimits(settings.max_rows, settings.token_budget)
+    runner = make_runner(
+        model,
+        cache.num_pages,
+        cache.page_size,
+        placement.device,
+        max_rows=settings.max_rows,
+        max_model_len=spec.max_model_len,
+        ahead=limits.pages_ahead,
+    )
 
     def make_text(request: Generate, resume: Resume) -> TextStream:
         return TextStream(tokenizer, request.limits.stop, resume.text_length)
@@ -64,9 +79,11 @@ def assemble(settings: WorkerSettings) -> Assembly:
     return Assembly(engine, spec, tokenizer, card, placement)
 
 
-def cache_shape(settings: WorkerSettings, spec: ModelSpec, placement: Placement) -> CacheShape:
-    """Return the pages of the KV cache: as many as asked for, or as the memory holds, and never more than all rows
-    could fill."""
+def cache_shape(
+    settings: WorkerSettings, spec: ModelSpec, placement: Placement, step_bytes: Callable[[int], int] = lambda _: 0
+) -> CacheShape:
+    """Return the pages of the KV cache: as many as asked for, or as the memory holds beside the weights and the largest
+    step, whose bytes `step_bytes` finds out for pages of a size; and never more than all rows could fill."""
     page_size = settings.page_size or spec.block_length * max(1, _PAGE_TOKENS // spec.block_length)
     useful = settings.max_rows * -(-spec.max_model_len // page_size)
     if settings.num_pages is not None:
@@ -75,7 +92,7 @@ def cache_shape(settings: WorkerSettings, spec: ModelSpec, placement: Placement)
     if settings.kv_cache_mb is not None:
         memory = settings.kv_cache_mb * _MIB
     elif free is not None:
-        memory = int(free * _GPU_CACHE_SHARE)
+        memory = max(0, int((free - step_bytes(page_size)) * _GPU_CACHE_SHARE))
     else:
         memory = _CPU_CACHE_MIB * _MIB
     token_bytes = 2 * sum(heads * dim for heads, dim in kv_shapes(spec)) * placement.dtype.itemsize

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels.attention import plan_attention
+from kernels.attention import plan_attention, upload
 from kernels.token_stats import Filters, Noise, Proposals
 from shared.commands import Sampling
 from worker.decoding import decide, needs_entropy, needs_margin
@@ -23,7 +23,7 @@ from worker.models.spec import NO_MASK, ModelSpec
 
 # Logits live in float32 while they are looked at; more positions than this many elements allow go one part after
 # another.
-_LOGITS_AT_ONCE = 2**25
+LOGITS_AT_ONCE = 2**25
 
 
 class Runner:
@@ -37,19 +37,24 @@ class Runner:
         device: torch.device | str = "cpu",
         draw: Draw = draw_position,
     ) -> None:
-        """`draw` is where random orders come from; tests put a reference's recorded numbers there."""
+        """`draw` is where random orders come from; tests put a reference's recorded numbers there.
+
+        There is one page more, number `num_pages`: for writes that nobody reads.
+        """
         spec = model.spec
+        self.model = model
         self._module = model.module
         self._spec = spec
         self._dtype = model.dtype
         self._device = torch.device(device)
-        self._page_size = page_size
+        self.page_size = page_size
+        self.num_pages = num_pages
         self._draw = draw
-        shape = (2, spec.num_layers, num_pages, page_size, spec.num_kv_heads, spec.head_dim)
+        shape = (2, spec.num_layers, num_pages + 1, page_size, spec.num_kv_heads, spec.head_dim)
         keys, values = torch.zeros(shape, dtype=model.dtype, device=self._device)
-        self._kv = tuple(zip(keys, values, strict=True))
-        self._barred = barred_ids(spec, self._device)
-        self._filler_ids = torch.tensor(spec.filler_ids, dtype=torch.int64, device=self._device)
+        self.kv = tuple(zip(keys, values, strict=True))
+        self.barred = barred_ids(spec, self._device)
+        self.filler_ids = torch.tensor(spec.filler_ids, dtype=torch.int64, device=self._device)
 
     @torch.inference_mode()
     def __call__(self, plan: Plan) -> Decision:
@@ -75,7 +80,7 @@ class Runner:
                 starts,
                 [[end for _, end in view] for view in views],
                 pages,
-                self._page_size,
+                self.page_size,
                 device=self._device,
                 dtype=self._dtype,
                 visible_start=[[start for start, _ in view] for view in views],
@@ -85,14 +90,14 @@ class Runner:
                 starts,
                 [row.visible_end for row in rows],
                 pages,
-                self._page_size,
+                self.page_size,
                 device=self._device,
                 dtype=self._dtype,
             ),
             positions=self._integers(
                 [position for row in rows for position in row.positions or range(row.start, row.end)]
             ),
-            kv=self._kv,
+            kv=self.kv,
             near=near,
         )
         inputs = [row.token_ids for row in plan.rows] + [guide.token_ids for _, guide in guided]
@@ -103,7 +108,7 @@ class Runner:
         """Return proposals for all wanted positions, in order of `canvases.places`."""
         decodings = [canvas.decoding for canvas in canvases.members]
         entropy, margin = needs_entropy(decodings), needs_margin(decodings)
-        part, wanted = max(1, _LOGITS_AT_ONCE // self._spec.vocab_size), len(canvases.owners)
+        part, wanted = max(1, LOGITS_AT_ONCE // self._spec.vocab_size), len(canvases.owners)
         parts = [
             self._rank(
                 self._logits(hidden, canvases, start, min(start + part, wanted)), canvases, start, entropy, margin
@@ -115,7 +120,7 @@ class Runner:
     def _rank(self, logits: Tensor, canvases: "_Canvases", start: int, entropy: bool, margin: bool) -> Proposals:
         """Return proposals for the wanted positions from `start` on, by their logits [n, vocab]."""
         draws = self._draws(canvases, start, start + logits.shape[0])
-        found = kernels.token_stats(logits, barred=self._barred, entropy=entropy, margin=margin, **draws)
+        found = kernels.token_stats(logits, barred=self.barred, entropy=entropy, margin=margin, **draws)
         owners = canvases.owners[start : start + logits.shape[0]]
         members = [canvases.members[owner] for owner in owners]
         rows = [i for i, canvas in enumerate(members) if canvas.decoding.stops_last and canvas.stop_token_ids]
@@ -153,7 +158,7 @@ class Runner:
             struck = [(i, token) for i, owner in enumerate(owners) for token in canvases.members[owner].forbidden]
             rows, ids = zip(*struck, strict=True) if struck else ((), ())
             draws["forbidden"] = (self._integers(rows), self._integers(ids))
-        cut = [i for i, owner in enumerate(owners) if _is_cut(canvases.members[owner])]
+        cut = [i for i, owner in enumerate(owners) if is_cut(canvases.members[owner])]
         if cut:
             of = [samplings[owners[i]] for i in cut]
             draws["filters"] = Filters(
@@ -165,7 +170,7 @@ class Runner:
                     [canvases.members[owners[i]].decoding.confidence == "filtered" for i in cut], device=self._device
                 ),
             )
-        drawn = [i for i, owner in enumerate(owners) if not _is_greedy(samplings[owner])]
+        drawn = [i for i, owner in enumerate(owners) if not is_greedy(samplings[owner])]
         if drawn:
             members = [canvases.members[owners[i]] for i in drawn]
             draws["noise"] = Noise(
@@ -213,7 +218,7 @@ class Runner:
         last = None
         if any(canvas.last for canvas in members):
             last = torch.tensor([canvas.last for canvas in members], device=self._device)
-        accepted = decide(stats, view, [canvas.decoding for canvas in members], last, self._filler_ids, self._draw)
+        accepted = decide(stats, view, [canvas.decoding for canvas in members], last, self.filler_ids, self._draw)
         broken = (looked_at & ~spread(proposals.finite)).any(-1)
         columns = (accepted.tolist(), stats.token.tolist(), stats.confidence.tolist(), broken.tolist())
         for row, canvas, take, token, confidence, is_broken in zip(canvases.rows, members, *columns, strict=True):
@@ -224,10 +229,10 @@ class Runner:
             decision.failed[row] = "the model's logits are not finite" if is_broken else None
 
     def _integers(self, values: ReadOnly[int] | ReadOnly[ReadOnly[int]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+        return upload(torch.tensor(values, dtype=torch.int64), self._device)
 
     def _floats(self, values: ReadOnly[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self._device)
+        return upload(torch.tensor(values, dtype=torch.float32), self._device)
 
 
 class _Draws(TypedDict, total=False):
@@ -310,15 +315,15 @@ def barred_ids(spec: ModelSpec, device: torch.device) -> Tensor:
     return barred
 
 
-def _is_greedy(sampling: Sampling) -> bool:
+def is_greedy(sampling: Sampling) -> bool:
     return sampling.temperature == 0 or sampling.top_k == 1
 
 
-def _is_cut(canvas: Canvas) -> bool:
+def is_cut(canvas: Canvas) -> bool:
     """Tell whether the filters matter: they never move an argmax, only draws and filtered confidences."""
     sampling = canvas.sampling
     cut = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
-    return cut and (canvas.decoding.confidence == "filtered" or not _is_greedy(sampling))
+    return cut and (canvas.decoding.confidence == "filtered" or not is_greedy(sampling))
 
 
 def _join(parts: list[Proposals]) -> Proposals:

@@ -1,16 +1,54 @@
 """Which runner a model needs."""
 
+import logging
+import time
+from dataclasses import replace
+
 import torch
 
+from worker.ahead import AheadRunner, bucket_sizes, goes_ahead, make_graphs
 from worker.canvas_runner import CanvasRunner
 from worker.engine.ports import Forward
 from worker.models import LoadedModel
-from worker.models.spec import Commit
+from worker.models.spec import Commit, ModelSpec
 from worker.runner import Runner
 
+log = logging.getLogger(__name__)
 
-def make_runner(model: LoadedModel, num_pages: int, page_size: int, device: torch.device | str = "cpu") -> Forward:
-    """Return the runner for a model: canvases of noise have one of their own."""
+
+def runs_ahead(spec: ModelSpec, device: torch.device, asked: str) -> bool:
+    """Tell whether the device leads the rows itself; `asked` is the setting `step_ahead`."""
+    return goes_ahead(spec) and (asked == "on" or (asked == "auto" and device.type == "cuda"))
+
+
+def make_runner(
+    model: LoadedModel,
+    num_pages: int,
+    page_size: int,
+    device: torch.device | str = "cpu",
+    *,
+    max_rows: int = 32,
+    max_model_len: int | None = None,
+    ahead: bool = False,
+) -> Forward:
+    """Return the runner for a model: canvases of noise have one of their own.
+
+    With `ahead` the steps of up to `max_rows` rows are captured, which takes seconds and is logged. No text is longer
+    than `max_model_len`.
+    """
     if model.spec.commit is Commit.ENCODED:
         return CanvasRunner(model, num_pages, page_size, device)
-    return Runner(model, num_pages, page_size, device)
+    if max_model_len is not None:
+        model = replace(model, spec=replace(model.spec, max_model_len=max_model_len))
+    runner = Runner(model, num_pages, page_size, device)
+    if not ahead:
+        return runner
+    graphs = make_graphs(runner, max_rows)
+    leader = AheadRunner(runner, graphs, bucket_sizes(max_rows))
+    began = time.perf_counter()
+
+    def progress(done: int, of: int) -> None:
+        log.info("captured %d of %d steps, %.1f s", done, of, time.perf_counter() - began)
+
+    leader.capture(progress)
+    return leader

@@ -34,9 +34,16 @@ class WorkerSettings(ServiceSettings):
     )
     num_pages: int | None = Field(default=None, ge=1, description="KV pages; unset: from kv_cache_mb.")
     kv_cache_mb: int | None = Field(
-        default=None, ge=1, description="MiB for the KV cache; unset: 85 % of free GPU memory, or 256 on a CPU."
+        default=None,
+        ge=1,
+        description="MiB for the KV cache; unset: 95 % of what weights and steps leave of a GPU, or 256 on a CPU.",
     )
     max_rows: int = Field(default=32, ge=1, le=4096, description="Requests decoded at the same time.")
+    step_ahead: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="The device leads rows from step to step by itself, one step ahead of the host, where the model "
+        "allows it; auto: on cuda.",
+    )
     token_budget: int = Field(
         default=2048, ge=1, description="Query tokens of one step, shared by prompts and denoising."
     )

@@ -161,7 +161,10 @@ def _advance(
     tau = tl.load(state + _THRESHOLD).to(tl.int32).to(tl.float32, bitcast=True)
     steps = tl.load(state + _STEPS)
     ruled = (tl.load(state + _FILLER_RULES) != 0) & (rule != _SEQUENTIAL)
-    deciding = (live != 0) & (tl.load(state + _COMMIT) == 0)
+    if PAIRED:
+        deciding = live != 0
+    else:
+        deciding = (live != 0) & (tl.load(state + _COMMIT) == 0)
 
     token = tl.load(token_ptr + row * BLOCK + i, mask=inside, other=0)
     confidence = tl.load(confidence_ptr + row * BLOCK + i, mask=inside, other=0.0)
@@ -216,9 +219,6 @@ def _advance(
     tl.store(lists + i, tl.where(done, mask_id, tokens), mask=inside)
     tl.store(lists + BLOCK + i, tl.where(done, start + i < limit, kept).to(tl.int64), mask=inside)
     tl.store(state + _STEP, tl.where(done, 0, step + deciding.to(tl.int64)))
-    if PAIRED:
-        tl.store(state + _COMMIT, tl.zeros((), tl.int64))
-    else:
-        tl.store(state + _COMMIT, done.to(tl.int64))
+    tl.store(state + _COMMIT, done.to(tl.int64))
     tl.store(state + _LIVE, live * ((fails == 0) & (start < limit)).to(tl.int64))
     tl.store(state + _START, start)

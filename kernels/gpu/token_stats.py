@@ -92,7 +92,8 @@ def _propose(
     if noise is not None and noise.rows.numel():
         # [4, rows]: whether the row draws, and the three words of its key.
         noises = torch.zeros((4, rows), dtype=torch.int64, device=device)
-        words = torch.stack((torch.ones_like(noise.seed), noise.seed, noise.position, noise.step))
+        drawn = torch.ones_like(noise.seed) if noise.drawn is None else noise.drawn.to(torch.int64)
+        words = torch.stack((drawn, noise.seed, noise.position, noise.step))
         noises.index_copy_(1, noise.rows, words)
 
     splits = max(1, min(_PARTS, triton.cdiv(_PROGRAMS, rows), triton.cdiv(vocab, _BLOCK)))

@@ -273,6 +273,20 @@ def test_seeded_draws_are_those_of_the_reference(dtype, rows, vocab):
     _same(kernels.gpu.token_stats.token_stats(logits, **arguments), token_stats(logits, **arguments))
 
 
+def test_rows_of_the_noise_that_are_not_drawn_keep_their_best_token():
+    rows, vocab = 6, 3001
+    logits, numbers = normal(rows, vocab, dtype=torch.float32, seed=1), torch.arange(rows, device=DEVICE)
+    noise = Noise(rows=numbers, seed=numbers + 7, position=numbers, step=numbers % 3, drawn=numbers % 2 == 1)
+    ours, expected = kernels.gpu.token_stats.token_stats(logits, noise=noise), token_stats(logits, noise=noise)
+    _same(ours, expected)
+    assert torch.equal(expected.token[::2], logits.argmax(-1)[::2])
+    assert torch.equal(expected.token, token_stats(logits, noise=some_rows(noise, 1)).token)
+
+
+def some_rows(noise: Noise, first: int) -> Noise:
+    return Noise(noise.rows[first::2], noise.seed[first::2], noise.position[first::2], noise.step[first::2])
+
+
 def test_noise_words_are_the_same_bit_for_bit():
     """Zero logits: every draw is then the argmax of the noise alone, and all its lanes compete."""
     count = 40 if ON_GPU else 8

@@ -219,7 +219,7 @@ def test_logits_looked_at_in_parts_propose_the_same(
     )
     whole = runner(Plan(rows))
 
-    monkeypatch.setattr("worker.runner._LOGITS_AT_ONCE", 3 * model.spec.vocab_size)
+    monkeypatch.setattr("worker.runner.LOGITS_AT_ONCE", 3 * model.spec.vocab_size)
 
     assert runner(Plan(rows)) == whole
 

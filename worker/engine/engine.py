@@ -68,6 +68,8 @@ class Engine:
         for index, (row, sequence) in enumerate(zip(plan.rows, sequences, strict=True)):
             if row.canvas is None:
                 sequence.written(row.end)
+            elif index in decision.postponed:
+                self._postpone(sequence, decision.postponed[index])
             else:
                 self._decide(sequence, row.canvas, decision, index, outbox.events)
         return outbox
@@ -158,6 +160,12 @@ class Engine:
             self._commit(sequence, events)
         elif sequence.request.preview is not None:
             events.append(sequence.snapshot())
+
+    def _postpone(self, sequence: Sequence, written: int | None) -> None:
+        if written is not None:
+            sequence.written(written)
+        # It goes first in the next step: what has been prepared for it there would be lost otherwise.
+        sequence.planned_at = 0
 
     def _commit(self, sequence: Sequence, events: list[Event]) -> None:
         ending = sequence.ending()

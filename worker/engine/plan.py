@@ -43,6 +43,10 @@ class Canvas:
     """How many positions were masked when the block was opened: what schedules divide."""
     forbidden: tuple[int, ...] = ()
     """Token ids that may not be produced in this step, beyond the model's own."""
+    limit: int = 0
+    """First position that the request does not want, in this block or a later one."""
+    before: tuple[int, ...] = ()
+    """Tokens of the block before; empty where there is none."""
 
 
 @dataclass(frozen=True, slots=True)

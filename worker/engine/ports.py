@@ -85,6 +85,9 @@ class Decision:
     """[rows][block]"""
     failed: list[str | None]
     """[rows]: why a row cannot be decided (NaN in its logits), or None."""
+    postponed: dict[int, int | None] = field(default_factory=dict[int, int | None])
+    """Rows with a canvas that are not decided by this step and have to be asked for again, each with the position up to
+    which its keys have been written; None: nothing has been run for it."""
 
 
 class DeviceFull(Exception):
@@ -95,7 +98,7 @@ class Forward(Protocol):
     """Run one plan and decide: the injected owner of the tensors. Raises `DeviceFull`."""
 
     def __call__(self, plan: Plan) -> Decision:
-        """Write KV for every row's query range, then decide the rows that want logits.
+        """Write KV for every row's query range, then decide the rows that want logits, unless they are postponed.
 
         Row i of the decision belongs to row i of the plan; rows without logits are all False.
         """

@@ -21,6 +21,8 @@ class BatchLimits:
     """Sequences that decode together."""
     token_budget: int
     """Query tokens of one step, shared by prefill chunks and denoise rows."""
+    pages_ahead: bool = False
+    """Rows hold the pages of their next block as well while there are some to spare: the device enters it by itself."""
 
     @property
     def largest_block(self) -> int:
@@ -88,6 +90,8 @@ class Scheduler:
         self._publish()
         self._grow()
         self._admit()
+        if self.limits.pages_ahead:
+            self._look_ahead()
         pairs = self._rows()
         for sequence, _ in pairs:
             sequence.planned_at = step
@@ -154,6 +158,15 @@ class Scheduler:
             self.cached_tokens += sequence.cached
             self.waiting.pop(0)
             insort(self.running, sequence, key=_age)
+
+    def _look_ahead(self) -> None:
+        for sequence in self.running:
+            if sequence.copies > 1 or sequence.limit <= sequence.block_end:
+                continue
+            wanted = self.pool.pages_for(sequence.reach + sequence.block_length) - len(sequence.pages)
+            # Nobody shall be preempted, or wait, for what may never be used.
+            if wanted > 0 and self.pool.free - wanted >= len(self.running):
+                sequence.pages.extend(self.pool.take(wanted) or [])
 
     # --- tokens
 

@@ -306,6 +306,8 @@ class Sequence:
             editable=editable,
             undecided_at_first=self.undecided_at_first,
             forbidden=self._forbidden,
+            limit=self.limit,
+            before=tuple(self.tokens[max(0, self.block_start - self.block_length) : self.block_start]),
         )
 
     def _seed_canvas(self) -> Canvas:

@@ -1,0 +1,249 @@
+"""The device one step ahead of the host decides what the plain runner decides, whatever happens in between."""
+
+import random
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.commands import Generate, Limits, Preview, Sampling
+from shared.decoding import Decoding, Factor, LowConfidenceDynamic, LowConfidenceStatic, Sequential, Threshold
+from shared.events import Delta, Failed, Finished
+from tests.fleet.models import BLOCK_LENGTH, VOCAB, write_tiny_model
+from worker.ahead import AheadRunner, bucket_sizes, goes_ahead, make_graphs
+from worker.engine.engine import Engine
+from worker.engine.plan import Plan
+from worker.engine.ports import Arrival, Decision, Forward, Inbox
+from worker.engine.scheduler import BatchLimits, CacheShape
+from worker.models import LoadedModel, load_model
+from worker.runner import Runner
+
+PAGE = 8
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+MAX_LEN = 128
+
+
+class NoText:
+    stopped = False
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    loaded = load_model(write_tiny_model(tmp_path_factory.mktemp("model")), device=DEVICE)
+    return replace(loaded, spec=replace(loaded.spec, max_model_len=MAX_LEN))
+
+
+def make_ahead(model: LoadedModel, num_pages: int, max_rows: int, paired: bool) -> AheadRunner:
+    runner = Runner(model, num_pages, PAGE, DEVICE)
+    graphs, sizes = make_graphs(runner, max_rows, paired), bucket_sizes(max_rows)
+    graphs.capture(sizes)
+    return AheadRunner(runner, graphs, sizes)
+
+
+def make_engine(
+    model: LoadedModel, forward: Forward, num_pages: int, max_rows: int, budget: int = 64, ahead: bool = True
+) -> Engine:
+    limits = BatchLimits(max_rows, budget, pages_ahead=ahead)
+    return Engine(model.spec, CacheShape(PAGE, num_pages), limits, forward, lambda request, resume: NoText())
+
+
+def a_request(number: int, draw: random.Random, decoding: Decoding | None = None) -> Generate:
+    """Return a request of a mixed load: most can be led by the device, some cannot."""
+    kinds: list[Decoding] = [
+        LowConfidenceStatic(steps=2),
+        LowConfidenceDynamic(threshold=0.02),
+        LowConfidenceDynamic(threshold=0.02, fallback="leftmost"),
+        Sequential(steps=2),
+        Threshold(threshold=0.02),
+        Factor(),
+    ]
+    samplings = [
+        Sampling(),
+        Sampling(temperature=0.7, seed=number),
+        Sampling(temperature=0.7, top_k=1),
+        Sampling(temperature=0.9, top_p=0.8, seed=number),
+    ]
+    tokens = draw.choice([1, 3, 8, 21])
+    return Generate(
+        id=f"g-{number}",
+        model="tiny",
+        prompt=tuple(draw.randrange(10, VOCAB - 10) for _ in range(draw.choice([1, 4, 6, 16, 27, 40]))),
+        sampling=draw.choice(samplings) if decoding is None else Sampling(),
+        limits=Limits(
+            max_tokens=tokens,
+            ignore_eos=draw.random() < 0.7,
+            min_tokens=draw.choice([0, 0, 0, min(tokens, 2)]),
+            max_nfe=draw.choice([None, None, None, 5]),
+            stop_token_ids=tuple(draw.sample(range(10, VOCAB - 10), 40)),
+        ),
+        decoding=decoding or draw.choice(kinds),
+        block_length=draw.choice([None, None, None, None, 8]) if decoding is None else None,
+        preview=draw.choice([None, Preview()]),
+    )
+
+
+def run(
+    engine: Engine, waves: Sequence[Sequence[Generate]], aborts: dict[int, str] | None = None
+) -> dict[str, tuple[list[int], str, int]]:
+    """Return (tokens, ending, forwards) of each request that came to an end."""
+    tokens: dict[str, list[int]] = defaultdict(list)
+    ends: dict[str, tuple[list[int], str, int]] = {}
+    step = 0
+    while step < len(waves) or not engine.idle:
+        wave = waves[step] if step < len(waves) else ()
+        inbox = Inbox(arrivals=[Arrival(request, epoch=1) for request in wave])
+        if aborts and step in aborts:
+            inbox.aborts = [(aborts[step], "cancelled")]
+        for event in engine.step(inbox).events:
+            match event:
+                case Delta():
+                    tokens[event.id] += event.token_ids
+                case Finished():
+                    ends[event.id] = (tokens[event.id], event.detail, event.usage.nfe)
+                case Failed():
+                    raise AssertionError(f"{event.id}: {event.message}")
+                case _:
+                    pass
+        step += 1
+        assert step < 3000, "the engine does not come to an end"
+    load = engine.load()
+    assert load.free_pages == load.total_pages
+    return ends
+
+
+def waves_of(requests: Sequence[Generate], draw: random.Random) -> list[list[Generate]]:
+    waves: list[list[Generate]] = [[] for _ in range(12)]
+    for request in requests:
+        draw.choice(waves).append(request)
+    return waves
+
+
+@pytest.mark.parametrize("paired", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_mixed_load_gets_the_tokens_of_the_plain_runner(model, paired, seed):
+    draw = random.Random(seed)
+    waves = waves_of([a_request(number, draw) for number in range(14)], draw)
+    plain = make_engine(model, Runner(model, 96, PAGE, DEVICE), 96, 6, ahead=False)
+    ahead = make_engine(model, make_ahead(model, 96, 6, paired), 96, 6)
+    assert run(ahead, waves) == run(plain, waves)
+
+
+@pytest.mark.parametrize("paired", [True, False])
+@pytest.mark.parametrize("num_pages", [18, 24, 40])
+def test_preemption_and_aborts_change_nobody_elses_tokens(model, paired, num_pages):
+    draw = random.Random(num_pages)
+    requests = [a_request(number, draw, LowConfidenceStatic(steps=2)) for number in range(16)]
+    waves, aborts = waves_of(requests, draw), {9: "g-3", 14: "g-5", 20: "g-6", 25: "g-9"}
+    plain = run(make_engine(model, Runner(model, 96, PAGE, DEVICE), 96, 16, ahead=False), waves)
+    engine = make_engine(model, make_ahead(model, num_pages, 16, paired), num_pages, 16)
+    found = run(engine, waves, aborts)
+    gone = {name for name, (_, detail, _) in found.items() if detail == "aborted"}
+    assert {name: end for name, end in found.items() if name not in gone} == {
+        name: end for name, end in plain.items() if name not in gone
+    }
+
+
+@pytest.mark.parametrize("budget", [16, 20, 33])
+def test_rows_that_share_too_small_a_budget_all_come_to_an_end(model, budget):
+    draw = random.Random(budget)
+    requests = [a_request(number, draw, LowConfidenceStatic(steps=2)) for number in range(12)]
+    plain = run(make_engine(model, Runner(model, 96, PAGE, DEVICE), 96, 12, ahead=False), [requests])
+    assert run(make_engine(model, make_ahead(model, 96, 12, False), 96, 12, budget), [requests]) == plain
+
+
+def test_rows_in_steady_state_are_never_postponed(model):
+    """What the device does by itself is what the engine asks for: only the first step of a row has to wait."""
+    requests = [
+        Generate(
+            id=f"g-{number}",
+            model="tiny",
+            prompt=tuple(range(20, 20 + 4 * number)),
+            limits=Limits(max_tokens=40, ignore_eos=True),
+            decoding=LowConfidenceStatic(steps=2),
+        )
+        for number in range(1, 5)
+    ]
+    forward = make_ahead(model, 96, 4, paired=True)
+    run(make_engine(model, forward, 96, 4), [requests])
+    assert forward.postponed == 0
+    assert forward.asked == 4 * 20
+
+
+def test_the_next_step_is_under_way_before_the_engine_hears_of_the_last_one(model):
+    runner = Runner(model, 96, PAGE, DEVICE)
+    graphs = make_graphs(runner, 1, paired=True)
+    launched = Counter[str]()
+    original = graphs.launch
+
+    def launch(rows: int, paired: bool | None = None):
+        launched["steps"] += 1
+        return original(rows, paired)
+
+    graphs.launch = launch
+    forward = AheadRunner(runner, graphs, [1])
+    told: list[int] = []
+
+    def watched(plan: Plan) -> Decision:
+        decision = forward(plan)
+        told.append(launched["steps"])
+        return decision
+
+    request = Generate(
+        id="g", model="tiny", prompt=(11, 12, 13), limits=Limits(max_tokens=9), decoding=LowConfidenceStatic(steps=2)
+    )
+    run(make_engine(model, watched, 96, 1), [[request]])
+    assert told == [number + 2 for number in range(len(told))]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="only a GPU can be waited for")
+@pytest.mark.parametrize("paired", [True, False])
+def test_neither_prompts_nor_steps_wait_for_the_device_but_at_the_answer(model, paired):
+    forward = make_ahead(model, 96, 4, paired)
+
+    def strict(plan: Plan) -> Decision:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return forward(plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    draw = random.Random(3)
+    requests = [
+        Generate(
+            id=f"g-{number}",
+            model="tiny",
+            prompt=tuple(draw.randrange(10, VOCAB - 10) for _ in range(7 * number)),
+            sampling=Sampling(temperature=number % 2 / 2, seed=number),
+            limits=Limits(max_tokens=17, ignore_eos=True),
+            decoding=LowConfidenceStatic(steps=2),
+        )
+        for number in range(1, 7)
+    ]
+    assert len(run(make_engine(model, strict, 96, 4), waves_of(requests, draw))) == 6
+
+
+@given(st.integers(1, 400))
+def test_sizes_end_with_all_rows_that_the_device_leads(max_rows):
+    sizes = bucket_sizes(max_rows)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == min(max_rows, 256)
+    assert all(following <= max(2 * size, size + 16) for size, following in zip(sizes, sizes[1:], strict=False))
+
+
+def test_only_families_that_go_from_block_to_block_are_led(model):
+    spec = model.spec
+    assert goes_ahead(spec)
+    assert spec.block_length == BLOCK_LENGTH
+    for changes in ({"logit_shift": 1}, {"blocks_after_prompt": True}, {"sliding_window": 4}, {"block_length": 0}):
+        assert not goes_ahead(replace(spec, **changes))

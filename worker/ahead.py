@@ -1,0 +1,300 @@
+"""A runner that keeps the device one step ahead of the host.
+
+Rows that a captured step can decide (`worker.graphs`) live on the device and move on by themselves. While the host
+still works on one step's decision, the next one runs already. When its plan comes, each row is compared with what the
+device was asked for in its place: what agrees is decided, everything else is put there anew and postponed by one step.
+So the engine stays the only one that says what happens, and whatever it changes its mind about costs one row one step.
+
+All other rows (chunks of prompts, filters, guides, other strategies) run beside them, by the plain runner.
+"""
+
+import struct
+from collections.abc import Callable
+from collections.abc import Sequence as ReadOnly
+from dataclasses import dataclass, field, replace
+from typing import assert_never
+
+import torch
+
+from kernels.canvas import Field, Layout, Rule
+from shared.decoding import Decoding, LowConfidenceDynamic, LowConfidenceStatic, Sequential, Threshold
+from worker.engine.plan import Canvas, Plan, Row
+from worker.engine.ports import Decision
+from worker.graphs import Answer, StepGraphs
+from worker.models.spec import Attention, Commit, ModelSpec
+from worker.runner import Runner, is_cut, is_greedy
+
+MAX_ROWS = 256
+"""More rows than this are decided by the plain runner."""
+
+_DeviceRule = Threshold | LowConfidenceStatic | LowConfidenceDynamic | Sequential
+
+Progress = Callable[[int, int], None]
+"""(captured, of how many)"""
+
+
+def goes_ahead(spec: ModelSpec) -> bool:
+    """Tell whether the device can lead the model's rows from block to block by itself."""
+    return (
+        spec.commit is Commit.FUSED
+        and spec.attention is Attention.BLOCK_CAUSAL
+        and spec.context in (None, Attention.BLOCK_CAUSAL)
+        and not spec.blocks_after_prompt
+        and not spec.sliding_window
+        and not spec.logit_shift
+        and spec.block_length > 0
+    )
+
+
+def bucket_sizes(max_rows: int) -> list[int]:
+    """Return the numbers of rows that steps are captured for: powers of two up to 32, then each 16 more."""
+    most = min(max_rows, MAX_ROWS)
+    return [*(size for size in (1, 2, 4, 8, 16, *range(32, most, 16)) if size < most), most]
+
+
+def canvas_state(row: Row, layout: Layout) -> list[int] | None:
+    """Return what the device has to be told of a row, without its page numbers; None if it cannot decide it."""
+    canvas = row.canvas
+    if canvas is None or not _is_plain(row, canvas, layout.block):
+        return None
+    rule = _rule(canvas.decoding)
+    if rule is None:
+        return None
+    block, decoding, sampling = layout.block, canvas.decoding, canvas.sampling
+    state = [0] * layout.table.start
+    state[Field.LIVE] = 1
+    state[Field.START] = canvas.start
+    state[Field.LIMIT] = canvas.limit
+    state[Field.STEP] = canvas.step
+    # More than a block is missing before it: that is written first, by itself.
+    state[Field.COMMIT] = int(canvas.start - row.start == block)
+    state[Field.RULE] = rule
+    state[Field.THRESHOLD] = _bits(getattr(decoding, "threshold", 0.0))
+    state[Field.STEPS] = getattr(decoding, "steps", None) or 0
+    state[Field.FILLER_RULES] = int(decoding.filler_rules)
+    if not is_greedy(sampling):
+        state[Field.DRAWS], state[Field.SEED] = 1, sampling.seed
+    state[Field.TEMPERATURE] = _bits(sampling.temperature)
+    state[layout.tokens] = row.token_ids[-block:]
+    state[layout.masked] = map(int, canvas.masked)
+    state[layout.before] = canvas.before or [0] * block
+    return state
+
+
+def _is_plain(row: Row, canvas: Canvas, block: int) -> bool:
+    return (
+        len(canvas.masked) == block
+        and canvas.start % block == 0
+        and row.end == canvas.start + block
+        and canvas.limit > canvas.start
+        and row.guide is None
+        and row.positions is None
+        and row.near is None
+        and not (canvas.last or canvas.seed or canvas.shift or any(canvas.editable) or canvas.forbidden)
+        and not (canvas.decoding.stops_last and canvas.stop_token_ids)
+        and not is_cut(canvas)
+    )
+
+
+def _rule(decoding: Decoding) -> Rule | None:
+    if not isinstance(decoding, _DeviceRule):
+        return None
+    match decoding:
+        case Threshold():
+            return Rule.THRESHOLD
+        case LowConfidenceStatic():
+            return Rule.STATIC
+        case LowConfidenceDynamic():
+            return Rule.DYNAMIC if decoding.fallback == "confidence" else Rule.DYNAMIC_LEFTMOST
+        case Sequential():
+            return Rule.SEQUENTIAL
+        case _:
+            assert_never(decoding)
+
+
+def _bits(value: float) -> int:
+    return struct.unpack("<i", struct.pack("<f", value))[0]
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A step that was launched and not asked for yet."""
+
+    answer: Answer
+    paired: bool
+    seats: dict[str, int]
+    """Row of the device's state by request."""
+    pages: dict[str, tuple[int, ...]]
+    asked: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
+    """State of each row before the step; of rows that the step before left behind, it is known once that has ended."""
+
+
+class AheadRunner:
+    """Implements `worker.engine.ports.Forward`."""
+
+    def __init__(self, runner: Runner, graphs: StepGraphs, sizes: ReadOnly[int]) -> None:
+        """`graphs` shares the runner's pages; `sizes` are the numbers of rows that it may have captured."""
+        self._runner = runner
+        self._graphs = graphs
+        self._sizes = sorted(sizes)
+        self._layout = graphs.layout
+        self._seats: dict[str, int] = {}
+        self._pages: dict[str, tuple[int, ...]] = {}
+        self._flight: _Flight | None = None
+        self._paired = dict.fromkeys(self._sizes, graphs.layout.paired)
+        self.asked = self.postponed = 0
+        """Rows that the device might have decided, and those of them that it did not."""
+
+    def capture(self, progress: Progress) -> None:
+        """Capture every size, and choose for each how blocks are committed by what the steps take."""
+        graphs, block = self._graphs, self._layout.block
+        kinds = [(size, paired) for size in reversed(self._sizes) for paired in (True, False)]
+        for number, (size, paired) in enumerate(kinds, 1):
+            graphs.capture([size], paired)
+            progress(number, len(kinds))
+        for size in self._sizes:
+            both, one = graphs.measure(size, True), graphs.measure(size, False)
+            if both is not None and one is not None:
+                # A pass of its own is one more for each block, of some four steps if tokens come in fours.
+                steps = max(2, block // 4)
+                self._paired[size] = both * steps < one * (steps + 1)
+
+    def __call__(self, plan: Plan) -> Decision:
+        rows = len(plan.rows)
+        decision = Decision([[]] * rows, [[]] * rows, [[]] * rows, [None] * rows)
+        states = [canvas_state(row, self._layout) for row in plan.rows]
+        own = [index for index, state in enumerate(states) if state is not None][: self._sizes[-1]]
+        flight, kept = self._flight, set[int]()
+        if flight is not None:
+            kept = {index for index in own if self._agrees(flight, plan.rows[index], states[index] or [])}
+        # First, for it may fail for want of memory, and nothing has changed then.
+        self._run_others(plan, set(own), kept, decision)
+        self._seat(plan, own, kept, states)
+        following = self._launch({plan.rows[i].request_id: states[i] or [] for i in own if i not in kept})
+        if own and not kept:
+            # Nothing of what is under way is asked for: the step that was just launched is the one to wait for.
+            flight, kept = following, set(own)
+            following = self._launch({})
+        if flight is not None and following is not None:
+            self._read(flight, following, plan, own, kept, decision)
+        self._flight = following
+        self.asked += len(own)
+        self.postponed += len(decision.postponed)
+        return decision
+
+    def _agrees(self, flight: _Flight, row: Row, state: list[int]) -> bool:
+        """Tell whether the step under way is the one that a row asks for."""
+        if flight.asked.get(row.request_id) != state or self._lead(row) not in (0, self._layout.block):
+            return False
+        needed = -(-row.end // self._layout.page_size)
+        return flight.pages[row.request_id][:needed] == row.pages[:needed]
+
+    def _lead(self, row: Row) -> int:
+        """Return how many positions before its canvas a row asks for."""
+        return 0 if row.canvas is None else row.canvas.start - row.start
+
+    def _run_others(self, plan: Plan, own: set[int], kept: set[int], decision: Decision) -> None:
+        """Run the rows that the device does not lead, and of those that it will lead what stands before their block."""
+        others: list[tuple[int, Row]] = []
+        for index, row in enumerate(plan.rows):
+            lead = self._lead(row)
+            if index not in own:
+                others.append((index, row))
+            elif index not in kept and lead not in (0, self._layout.block):
+                ends = row.visible_end[:lead]
+                others.append((index, replace(row, token_ids=row.token_ids[:lead], visible_end=ends, canvas=None)))
+        if not others:
+            return
+        found = self._runner(Plan(tuple(row for _, row in others), plan.running))
+        for place, (index, row) in enumerate(others):
+            if row.canvas is not None:
+                decision.accepted[index] = found.accepted[place]
+                decision.tokens[index] = found.tokens[place]
+                decision.confidence[index] = found.confidence[place]
+                decision.failed[index] = found.failed[place]
+
+    # --- the rows on the device
+
+    def _seat(self, plan: Plan, own: list[int], kept: set[int], states: list[list[int] | None]) -> None:
+        """Let rows leave, come, and learn of new pages."""
+        graphs, layout = self._graphs, self._layout
+        present = {plan.rows[index].request_id for index in own}
+        for request_id in [request_id for request_id in self._seats if request_id not in present]:
+            graphs.rest(self._seats.pop(request_id))
+            del self._pages[request_id]
+        free = sorted(set(range(self._sizes[-1])) - set(self._seats.values()), reverse=True)
+        for index in own:
+            row = plan.rows[index]
+            pages, request_id = row.pages[: layout.pages], row.request_id
+            if index not in kept:
+                seat = self._seats.get(request_id)
+                if seat is None:
+                    seat = free.pop()
+                table = [*pages, *[layout.scratch] * (layout.pages - len(pages))]
+                graphs.put(seat, [*(states[index] or []), *table])
+                self._seats[request_id] = seat
+            elif pages != self._pages[request_id]:
+                graphs.renumber(self._seats[request_id], pages)
+            self._pages[request_id] = pages
+        self._close_ranks()
+
+    def _close_ranks(self) -> None:
+        """Move the last rows to where others have left, if fewer rows then have to be run."""
+        count = len(self._seats)
+        if not count or self._size(max(self._seats.values()) + 1) == self._size(count):
+            return
+        holes = sorted(set(range(count)) - set(self._seats.values()))
+        for request_id, seat in self._seats.items():
+            if seat >= count:
+                to = holes.pop()
+                self._graphs.move(seat, to)
+                self._seats[request_id] = to
+
+    def _size(self, rows: int) -> int:
+        return next(size for size in self._sizes if size >= rows)
+
+    def _launch(self, fresh: dict[str, list[int]]) -> _Flight | None:
+        if not self._seats:
+            return None
+        size = self._size(max(self._seats.values()) + 1)
+        paired = self._paired[size]
+        answer = self._graphs.launch(size, paired)
+        return _Flight(answer, paired, dict(self._seats), dict(self._pages), fresh)
+
+    def _read(
+        self, flight: _Flight, following: _Flight, plan: Plan, own: list[int], kept: set[int], decision: Decision
+    ) -> None:
+        """Wait for a step and tell what it decided; note what the step behind it was asked for."""
+        values = flight.answer.read()
+        flags, tokens = values[:, :2].unbind(1)
+        confidence = values[:, 2].contiguous().view(torch.float32)
+        columns = (flags.tolist(), tokens.tolist(), confidence.tolist())
+        after: list[list[int]] = flight.answer.after.tolist()
+        for request_id in following.seats:
+            if request_id not in following.asked and request_id in flight.seats:
+                following.asked[request_id] = after[flight.seats[request_id]]
+        for index in own:
+            row = plan.rows[index]
+            lead = self._lead(row)
+            if index not in kept:
+                written = row.start + lead if lead not in (0, self._layout.block) else None
+                decision.postponed[index] = written
+                continue
+            if lead == self._layout.block and not flight.paired:
+                decision.postponed[index] = row.start + lead
+                continue
+            seat = flight.seats[row.request_id]
+            flag = columns[0][seat]
+            decision.accepted[index] = [each == 1 for each in flag]
+            decision.tokens[index] = columns[1][seat]
+            decision.confidence[index] = columns[2][seat]
+            if any(each == 2 for each in flag):
+                decision.failed[index] = "the model's logits are not finite"
+
+
+def make_graphs(runner: Runner, max_rows: int, paired: bool = False) -> StepGraphs:
+    """Return the steps of a model's own block length over the runner's pages."""
+    spec, page_size, scratch = runner.model.spec, runner.page_size, runner.num_pages
+    width = -(-(spec.max_model_len + 2 * spec.block_length) // page_size)
+    layout = Layout(spec.block_length, width, page_size, scratch, paired)
+    return StepGraphs(runner.model, runner.kv, runner.barred, runner.filler_ids, layout, min(max_rows, MAX_ROWS))
