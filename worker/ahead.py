@@ -142,6 +142,7 @@ class AheadRunner:
         self._pages: dict[str, tuple[int, ...]] = {}
         self._flight: _Flight | None = None
         self._paired = dict.fromkeys(self._sizes, graphs.layout.paired)
+        self._times: dict[int, tuple[float | None, float | None]] = {}
         self.asked = self.postponed = 0
         """Rows that the device might have decided, and those of them that it did not."""
 
@@ -154,10 +155,15 @@ class AheadRunner:
             progress(number, len(kinds))
         for size in self._sizes:
             both, one = graphs.measure(size, True), graphs.measure(size, False)
+            self._times[size] = both, one
             if both is not None and one is not None:
                 # A pass of its own is one more for each block, of some four steps if tokens come in fours.
                 steps = max(2, block // 4)
                 self._paired[size] = both * steps < one * (steps + 1)
+
+    def choices(self) -> dict[str, object]:
+        """Return for which numbers of rows a block is committed by the next one's steps, for reports."""
+        return {"paired": [size for size, paired in self._paired.items() if paired], "ms": self._times}
 
     def __call__(self, plan: Plan) -> Decision:
         rows = len(plan.rows)

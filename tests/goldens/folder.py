@@ -15,6 +15,9 @@ from worker.models import LoadedModel, load_checkpoint
 from worker.models.checkpoint import read_checkpoint
 
 DATA = Path(__file__).parent / "data"
+DEVICE = os.environ.get("DIFFLEET_DEVICE", "cpu")
+AHEAD = os.environ.get("DIFFLEET_STEP_AHEAD") == "on"
+"""Let the device lead the rows of the families that allow it."""
 Entry = dict[str, Any]
 
 
@@ -51,7 +54,9 @@ def _model(path: Path, dtype: torch.dtype) -> LoadedModel:
     special = json.loads((path / "golden.json").read_bytes()).get("special_tokens", {})
     # A family whose loop takes the mask as an argument has it in no config file, and its own id is beyond this size.
     config = {"mask_token_id": special.get("mask"), **checkpoint.config}
-    return load_checkpoint(replace(checkpoint, config=config), dtype=dtype)
+    # What is exact is computed where every operation has float64.
+    device = "cpu" if dtype == torch.float64 else DEVICE
+    return load_checkpoint(replace(checkpoint, config=config), device=device, dtype=dtype)
 
 
 def find_folders() -> list[GoldenFolder]:

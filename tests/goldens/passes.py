@@ -46,13 +46,13 @@ def to_passes(folder: GoldenFolder, entry: Entry) -> list[Pass]:
 
 @torch.inference_mode()
 def run_pass(model: LoadedModel, wanted: Pass, page_size: int = 8) -> Tensor:
-    """Return our logits [compared, vocab] for what `wanted` compares."""
+    """Return our logits [compared, vocab] for what `wanted` compares, on the CPU."""
     count = -(-len(wanted.token_ids) // page_size)
     # Pages in falling order: a row's positions lie nowhere near each other.
     pages = [list(range(count - 1, -1, -1))]
     plan = plan_attention([0], [wanted.visible_end], pages, page_size, device=model.device, dtype=model.dtype)
     shape = (2, model.spec.num_layers, count, page_size, model.spec.num_kv_heads, model.spec.head_dim)
-    keys, values = torch.zeros(shape, dtype=model.dtype)
-    context = ForwardContext(plan, wanted.positions, tuple(zip(keys, values, strict=True)))
-    hidden = model.module.forward(wanted.token_ids, context)
-    return model.module.logits(hidden[-len(wanted.logits) :])
+    keys, values = torch.zeros(shape, dtype=model.dtype, device=model.device)
+    context = ForwardContext(plan, wanted.positions.to(model.device), tuple(zip(keys, values, strict=True)))
+    hidden = model.module.forward(wanted.token_ids.to(model.device), context)
+    return model.module.logits(hidden[-len(wanted.logits) :]).cpu()

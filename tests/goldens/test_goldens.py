@@ -11,12 +11,13 @@ import torch
 from shared.commands import Generate
 from shared.events import Delta, Failed, Finished
 from tests.goldens import dream, fastdllm_v2, llada, llada2, nemotron, sdar, wedlm
-from tests.goldens.folder import Entry, GoldenFolder, find_folders
+from tests.goldens.folder import AHEAD, Entry, GoldenFolder, find_folders
 from tests.goldens.passes import Pass, run_pass, to_passes
 from tests.goldens.runs import Run, replay
+from worker.ahead import AheadRunner, goes_ahead, make_graphs
 from worker.engine.engine import Engine
 from worker.engine.plan import Plan
-from worker.engine.ports import Arrival, Decision, Inbox, Resume
+from worker.engine.ports import Arrival, Decision, Forward, Inbox, Resume
 from worker.engine.scheduler import BatchLimits, CacheShape
 from worker.runner import Runner
 
@@ -98,7 +99,8 @@ def make_engine(
     # The reference loops end at the ids that their arguments name; a checkpoint's own eos means nothing to them.
     spec = replace(model.spec, **{"stop_token_ids": (), **runs[0].facts})
     num_pages = num_pages or 4096 // page_size
-    runner = Runner(replace(model, spec=spec), num_pages, page_size, draw=replay(runs))
+    plain = Runner(replace(model, spec=spec), num_pages, page_size, model.device, draw=replay(runs))
+    runner = _ahead(plain, runs) if AHEAD and watch is None else plain
 
     def forward(plan: Plan) -> Decision:
         if watch is not None:
@@ -108,6 +110,17 @@ def make_engine(
     return Engine(
         spec, CacheShape(page_size, num_pages), BatchLimits(64, token_budget), forward, lambda request, resume: NoText()
     )
+
+
+def _ahead(runner: Runner, runs: Sequence[Run]) -> Forward:
+    """Return a runner that leads the runs' rows itself, where the family allows it."""
+    spec = replace(runner.model.spec, block_length=runs[0].request.block_length or runner.model.spec.block_length)
+    if not goes_ahead(spec):
+        return runner
+    runner.model = replace(runner.model, spec=spec)
+    graphs = make_graphs(runner, 64, paired=True)
+    graphs.capture([1, 16])
+    return AheadRunner(runner, graphs, [1, 16])
 
 
 def run(engine: Engine, arrivals: Sequence[Sequence[Generate]]) -> dict[str, tuple[list[int], int]]:

@@ -38,7 +38,7 @@ def main() -> None:
 
         ceilings = measure_ceilings()
         report({"bench": "ceilings", **vars(ceilings), "torch": torch.__version__})
-        for name in arguments.names or SHAPES:
+        for name in arguments.names or ("SDAR-8B", "LLaDA2-mini", "LLaDA-8B"):
             shape = SHAPES[name]
             model = random_model(shape, torch.device("cuda"))
             if shape is SDAR_8B:

@@ -61,7 +61,9 @@ LLADA2_MINI = Shape(
     0.633e9,
     1.111e9,
 )
-SHAPES = {shape.name: shape for shape in (SDAR_8B, LLADA_8B, LLADA2_MINI)}
+TINY = Shape("tiny", LayerShape(64, 4, 2, 16, 128, 1e-6, head_norm=True), 2, 1024, 1e5, 1e5)
+"""To try a benchmark where there is no GPU."""
+SHAPES = {shape.name: shape for shape in (SDAR_8B, LLADA_8B, LLADA2_MINI, TINY)}
 
 
 def _scatter_routing(mlp: MoeMLP) -> None:

@@ -1,0 +1,386 @@
+"""python -m tests.bench.gpu.serving [engine] [prompts] [path] [soak] [memory]: what serves, with random weights.
+
+Steps of the engine beside the captured step alone, prompts that come beside running rows, the whole path through HTTP
+and Redis over the engine alone, and an hour's worth of mixed arrivals, aborts and preemptions. JSON lines go to
+$OUT/serving.jsonl (or the current directory).
+"""
+
+import argparse
+import asyncio
+import gc
+import json
+import logging
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from shared.commands import Generate, Limits, Sampling
+from shared.decoding import LowConfidenceStatic
+from shared.events import Delta, Failed, Finished
+from tests.bench.gpu.shapes import SHAPES, Shape, random_model
+from worker.ahead import AheadRunner
+from worker.engine.engine import Engine
+from worker.engine.plan import Plan
+from worker.engine.ports import Arrival, Decision, Inbox
+from worker.engine.scheduler import BatchLimits, CacheShape
+from worker.memory import step_bytes
+from worker.models import LoadedModel
+from worker.runners import make_runner
+
+PAGE = 32
+CONTEXT = 1024
+PRODUCE = 256
+BUDGET = 4096
+
+Report = Callable[[dict[str, object]], None]
+
+
+class NoText:
+    """No tokenizer goes with random weights."""
+
+    stopped = False
+
+    def push(self, token_ids: object) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+@dataclass
+class Watched:
+    """An engine whose steps are timed."""
+
+    model: LoadedModel
+    rows: int
+    pages: int
+    budget: int = BUDGET
+    ahead: bool = True
+    times: list[float] = field(default_factory=list)
+    """When each forward was answered, s."""
+    accepted: list[int] = field(default_factory=list)
+    """Tokens that it decided."""
+    denoised: list[int] = field(default_factory=list)
+    """Rows with a canvas in it."""
+    prompts: list[int] = field(default_factory=list)
+    """Tokens of prompts in it."""
+
+    def __post_init__(self) -> None:
+        self.forward = make_runner(
+            self.model, self.pages, PAGE, self.model.device, max_rows=self.rows, max_model_len=2048, ahead=self.ahead
+        )
+        limits = BatchLimits(self.rows, self.budget, pages_ahead=self.ahead)
+        spec = replace(self.model.spec, max_model_len=2048)
+        self.engine = Engine(spec, CacheShape(PAGE, self.pages), limits, self._timed, lambda request, resume: NoText())
+
+    def _timed(self, plan: Plan) -> Decision:
+        decision = self.forward(plan)
+        block = self.model.spec.block_length
+        self.times.append(time.perf_counter())
+        self.accepted.append(sum(map(sum, decision.accepted)))
+        self.denoised.append(sum(row.canvas is not None and len(row.token_ids) <= 2 * block for row in plan.rows))
+        self.prompts.append(sum(len(row.token_ids) for row in plan.rows if len(row.token_ids) > 2 * block))
+        return decision
+
+
+def a_request(number: int, model: LoadedModel, produce: int = PRODUCE, context: int = CONTEXT) -> Generate:
+    draw = random.Random(number)
+    return Generate(
+        id=f"g-{number}",
+        model="random",
+        prompt=tuple(draw.randrange(1000) for _ in range(context)),
+        limits=Limits(max_tokens=produce, ignore_eos=True),
+        cache_prompt=False,
+    )
+
+
+def served(shape: Shape, model: LoadedModel, block: int, steps: int) -> LoadedModel:
+    """Return the model with a block length and a forced number of steps for each."""
+    return replace(model, spec=replace(model.spec, block_length=block, decoding=LowConfidenceStatic(steps=steps)))
+
+
+def bench_engine(model: LoadedModel, report: Report, rows: int, ahead: bool = True) -> None:
+    """All rows at once, from their prompts to the end; what is told is the time in which all of them decode."""
+    pages = rows * ((CONTEXT + PRODUCE) // PAGE + 3)
+    watched = Watched(model, rows, pages, ahead=ahead)
+    requests = [a_request(number, model) for number in range(rows)]
+    inbox = Inbox(arrivals=[Arrival(request, epoch=1) for request in requests])
+    began, first, last = time.perf_counter(), dict[str, float](), dict[str, float]()
+    engine = watched.engine
+    while inbox.arrivals or not engine.idle:
+        for event in engine.step(inbox).events:
+            if isinstance(event, Delta):
+                first.setdefault(event.id, time.perf_counter() - began)
+            elif isinstance(event, Finished):
+                last[event.id] = time.perf_counter() - began
+            elif isinstance(event, Failed):
+                raise RuntimeError(event.message)
+        inbox = Inbox()
+    full = [i for i in range(1, len(watched.times)) if watched.denoised[i] == rows and not watched.prompts[i]]
+    # The first steps in which all decode still hold what came of the prompts; the last ones lose rows.
+    full = full[4:-2] if len(full) > 16 else full
+    seconds = sum(watched.times[i] - watched.times[i - 1] for i in full)
+    steps = [watched.times[i] - watched.times[i - 1] for i in full]
+    leader = watched.forward if isinstance(watched.forward, AheadRunner) else None
+    report(
+        {
+            "bench": "engine",
+            "rows": rows,
+            "block": model.spec.block_length,
+            "ahead": ahead,
+            "step_ms": median(steps) * 1e3,
+            "tokens_s": sum(watched.accepted[i] for i in full) / seconds,
+            "steps": len(full),
+            "first_block_last_s": max(first.values()),
+            "all_s": max(last.values()),
+            "tokens_s_with_prompts": rows * PRODUCE / max(last.values()),
+            **({"postponed": leader.postponed, "asked": leader.asked, **leader.choices()} if leader else {}),
+            "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
+        }
+    )
+
+
+def bench_prompts(model: LoadedModel, report: Report, running: int, coming: int, budget: int) -> None:
+    """`coming` prompts arrive while `running` rows decode."""
+    rows = running + coming
+    watched = Watched(model, rows, rows * ((CONTEXT + 2 * PRODUCE) // PAGE + 3), budget)
+    engine = watched.engine
+    old = [a_request(number, model, 2 * PRODUCE) for number in range(running)]
+    engine.step(Inbox(arrivals=[Arrival(request, epoch=1) for request in old]))
+    while len(watched.times) < 24:
+        engine.step(Inbox())
+    alone = median(b - a for a, b in zip(watched.times[12:], watched.times[13:], strict=False))
+    new = [a_request(number, model, 64) for number in range(running, rows)]
+    mark, began, first = len(watched.times), time.perf_counter(), dict[str, float]()
+    inbox = Inbox(arrivals=[Arrival(request, epoch=1) for request in new])
+    names = {request.id for request in new}
+    while len(first) < coming:
+        for event in engine.step(inbox).events:
+            if isinstance(event, Delta) and event.id in names:
+                first.setdefault(event.id, time.perf_counter() - began)
+        inbox = Inbox()
+    beside = [
+        b - a
+        for a, b, tokens in zip(
+            watched.times[mark:], watched.times[mark + 1 :], watched.prompts[mark + 1 :], strict=False
+        )
+        if tokens
+    ]
+    report(
+        {
+            "bench": "prompts",
+            "running": running,
+            "coming": coming,
+            "budget": budget,
+            "step_alone_ms": alone * 1e3,
+            "step_beside_ms": median(beside) * 1e3 if beside else None,
+            "steps_with_prompts": len(beside),
+            "first_block_median_s": median(first.values()),
+            "first_block_last_s": max(first.values()),
+        }
+    )
+
+
+def bench_soak(model: LoadedModel, report: Report, seconds: float) -> None:
+    """Mixed arrivals, aborts and preemptions over few pages; pages and memory must be at the end what they were."""
+    draw = random.Random(1)
+    rows, pages = 24, 24 * 9
+    watched = Watched(model, rows, pages, budget=2048)
+    engine, number, steps, ends = watched.engine, 0, 0, dict[str, int]()
+    alive: list[str] = []
+    marks: list[tuple[float, int, int]] = []
+    began = time.perf_counter()
+    while time.perf_counter() - began < seconds or not engine.idle:
+        inbox = Inbox()
+        arriving = time.perf_counter() - began < seconds
+        while arriving and engine.load().waiting + len(inbox.arrivals) < 8 and draw.random() < 0.5:
+            sampled = draw.random()
+            request = a_request(number, model, draw.choice([8, 40, 120, 300]), draw.choice([5, 60, 300, 700]))
+            # Some texts come again and again, from the cache if they are still in it.
+            text = draw.randrange(12)
+            request = request.model_copy(
+                update={
+                    "prompt": (*range(32 * text), *request.prompt),
+                    "cache_prompt": True,
+                    "sampling": Sampling(temperature=0.8, seed=number, top_p=0.9 if sampled < 0.1 else 1.0)
+                    if sampled < 0.4
+                    else Sampling(),
+                }
+            )
+            number += 1
+            alive.append(request.id)
+            inbox.arrivals.append(Arrival(request, epoch=1))
+        if alive and draw.random() < 0.03:
+            inbox.aborts.append((draw.choice(alive), "cancelled"))
+        for event in engine.step(inbox).events:
+            if isinstance(event, Finished | Failed):
+                detail = event.detail if isinstance(event, Finished) else event.code
+                ends[detail] = ends.get(detail, 0) + 1
+                alive.remove(event.id)
+        steps += 1
+        if steps % 200 == 0:
+            load = engine.load()
+            marks.append((time.perf_counter() - began, torch.cuda.memory_allocated(), load.running))
+    load = engine.load()
+    used = [memory for _, memory, _ in marks]
+    report(
+        {
+            "bench": "soak",
+            "requests": number,
+            "steps": steps,
+            "ends": ends,
+            "preemptions": load.preemptions,
+            "cached_tokens": load.cached_tokens,
+            "pages_lost": load.total_pages - load.free_pages,
+            "memory_growth_mb": (used[-1] - used[len(used) // 4]) / 1e6 if len(used) > 4 else None,
+            "memory_peak_gb": torch.cuda.max_memory_allocated() / 1e9,
+            "rows_median": median(running for _, _, running in marks) if marks else None,
+        }
+    )
+
+
+# --- the whole path
+
+
+def write_folder(folder: Path, vocab: int) -> None:
+    """Write the files of a checkpoint without weights: every id is a word."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(vocab)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps({"architectures": ["random"]}))
+
+
+async def bench_path(name: str, report: Report, concurrencies: list[int], rounds: int, block: int, steps: int) -> None:
+    from shared.cli.local_fleet import LocalFleet, LocalFleetOptions
+    from shared.cli.progress import Reporter
+    from shared.embedded import EmbeddedServer
+    from tests.bench.gpu.random_worker import flags, use_random_weights
+    from tests.bench.load import Run, engine_job, http_job, timed
+    from worker.loop import EngineLoop
+    from worker.settings import read_settings
+
+    with tempfile.TemporaryDirectory(prefix="df-gpu-") as root:
+        folder = Path(root) / "model"
+        folder.mkdir()
+        write_folder(folder, SHAPES[name].vocab)
+        most = max(concurrencies)
+        argv = flags(folder, most, BUDGET)
+        ready = Path(root) / "worker.ready"
+        options = LocalFleetOptions(
+            host="127.0.0.1", port=8123, workers=0, model=str(folder), model_name="random", redis_url=None,
+            data_dir=Path(root) / "data", start_timeout_s=60.0, drain_s=1.0,
+        )  # fmt: skip
+        async with LocalFleet(options, Reporter(sys.stderr)):
+            env = {**os.environ, "DIFFLEET_REDIS_URL": EmbeddedServer(options.data_dir).url}
+            command = [sys.executable, "-m", "tests.bench.gpu.random_worker", name, str(block), str(steps)]
+            with (Path(os.environ.get("OUT", ".")) / "worker.log").open("w") as log:
+                worker = subprocess.Popen(
+                    [*command, *argv, "--ready-file", str(ready)], env=env, stdout=log, stderr=log
+                )
+                try:
+                    use_random_weights(name, block, steps)
+                    loop = EngineLoop.load(read_settings(argv))
+                    async with loop:
+                        while not ready.exists():
+                            if worker.poll() is not None:
+                                raise RuntimeError(f"the worker ended with {worker.returncode}")
+                            await asyncio.sleep(0.1)
+                        for concurrent in concurrencies:
+                            texts = [
+                                " ".join(f"w{random.Random(number * 7919 + i).randrange(1000)}" for i in range(CONTEXT))
+                                for number in range(concurrent)
+                            ]
+                            alone: list[Run] = []
+                            path: list[Run] = []
+                            for _ in range(rounds):
+                                alone.append(await timed([engine_job(loop, text, PRODUCE) for text in texts]))
+                                path.append(await timed([http_job(options.url, text, PRODUCE) for text in texts]))
+                            rates = [median(run.rate for run in runs[1:] or runs) for runs in (alone, path)]
+                            report(
+                                {
+                                    "bench": "path",
+                                    "model": name,
+                                    "block": block,
+                                    "concurrent": concurrent,
+                                    "engine_tokens_s": rates[0],
+                                    "path_tokens_s": rates[1],
+                                    "ratio": rates[1] / rates[0],
+                                    "rounds": [(a.rate, p.rate) for a, p in zip(alone, path, strict=True)],
+                                }
+                            )
+                finally:
+                    worker.terminate()
+                    worker.wait(30)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", nargs="+", choices=("engine", "prompts", "soak", "path", "memory"))
+    parser.add_argument("--model", default="SDAR-8B", choices=list(SHAPES))
+    parser.add_argument("--rows", default="1,8,32,64")
+    parser.add_argument("--block", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--plain", action="store_true", help="beside it the runner that does not go ahead")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    rows = [int(each) for each in arguments.rows.split(",")]
+    with (Path(os.environ.get("OUT", ".")) / "serving.jsonl").open("a") as file:
+
+        def report(row: dict[str, object]) -> None:
+            row = {"model": arguments.model, **row}
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            print({key: round(v, 3) if isinstance(v, float) else v for key, v in row.items()}, flush=True)
+
+        alone = [each for each in arguments.what if each != "path"]
+        if alone:
+            shape = SHAPES[arguments.model]
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            with torch.inference_mode():
+                model = served(shape, random_model(shape, device), arguments.block, arguments.steps)
+            for what in alone:
+                if what == "engine":
+                    for each in rows:
+                        bench_engine(model, report, each)
+                        if arguments.plain:
+                            bench_engine(model, report, each, ahead=False)
+                        _tidy()
+                elif what == "prompts":
+                    for budget in (1024, 2048, 4096):
+                        bench_prompts(model, report, 8, 64, budget)
+                        _tidy()
+                elif what == "soak":
+                    bench_soak(model, report, arguments.seconds)
+                else:
+                    limits = BatchLimits(64, 2048, pages_ahead=True)
+                    report({"bench": "memory", "step_gb": step_bytes(model, limits, PAGE) / 1e9})
+                _tidy()
+            del model
+            _tidy()
+        if "path" in arguments.what:
+            asyncio.run(bench_path(arguments.model, report, rows, arguments.rounds, arguments.block, arguments.steps))
+
+
+def _tidy() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+if __name__ == "__main__":
+    main()
