@@ -97,6 +97,11 @@ def open_client(url: str, connections: int = 8) -> Redis:
     Connects at the first command. Raises ValueError for a URL that is not redis://, rediss://, unix:// or
     redis+sentinel://.
     """
+    return Redis.from_pool(open_pool(url, connections))
+
+
+def open_pool(url: str, connections: int = 8) -> BlockingConnectionPool:
+    """Return the connections of `open_client`; raises as that does."""
     options: dict[str, Any] = {
         "max_connections": connections,
         "timeout": REPLY_TIMEOUT_S,
@@ -104,11 +109,17 @@ def open_client(url: str, connections: int = 8) -> Redis:
         "socket_timeout": REPLY_TIMEOUT_S,
         "socket_connect_timeout": CONNECT_TIMEOUT_S,
         "protocol": 2,
+        **_tls_options(url),
     }
     if url.startswith(SCHEME):
-        return Redis.from_pool(PrimaryPool(Sentinels.from_url(url), **options))
-    pool = BlockingConnectionPool.from_url(url, **options)  # pyright: ignore[reportUnknownMemberType]
-    return Redis.from_pool(pool)
+        return PrimaryPool(Sentinels.from_url(url), **options)
+    return BlockingConnectionPool.from_url(url, **options)  # pyright: ignore[reportUnknownMemberType]
+
+
+def _tls_options(url: str) -> dict[str, Any]:
+    """Return what an encrypted connection needs beside its URL, whose own options win."""
+    # The client library of this version would take a certificate of any name.
+    return {"ssl_check_hostname": True} if url.startswith("rediss://") else {}
 
 
 def open_sync_client(url: str, timeout_s: float = REPLY_TIMEOUT_S) -> SyncRedis:
@@ -119,6 +130,7 @@ def open_sync_client(url: str, timeout_s: float = REPLY_TIMEOUT_S) -> SyncRedis:
         "socket_timeout": timeout_s,
         "socket_connect_timeout": min(timeout_s, CONNECT_TIMEOUT_S),
         "protocol": 2,
+        **_tls_options(url),
     }
     if url.startswith(SCHEME):
         return SyncRedis.from_pool(SyncPrimaryPool(Sentinels.from_url(url), **options))

@@ -9,14 +9,26 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
+from shared import embedded
 from shared.connection import open_sync_client
 from shared.embedded import EmbeddedServer
+from tests.servers import named_program
 
 _PERMANENT = re.compile(
     # Each with the reason that `shared.keys` gives.
     rb"df:models"
     rb"|df:\{[^}]+\}:(card|q:(rt|std|bulk)|dlq|workers)"
 )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def another_server() -> Iterator[None]:
+    """Let `DIFFLEET_TEST_REDIS` stand in for the bundled server."""
+    program = named_program()
+    with pytest.MonkeyPatch.context() as patch:
+        if program is not None:
+            patch.setattr(embedded, "_binary", lambda: program)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -10,10 +10,9 @@ import random
 from collections.abc import Mapping
 from typing import Any, cast
 
-from arq.connections import ArqRedis, RedisSettings
+from arq.connections import ArqRedis
 from arq.cron import cron
 from arq.worker import Worker, func
-from redis.asyncio.connection import parse_url
 
 from api import names
 from api.assembly import open_services
@@ -21,7 +20,7 @@ from api.deps import Services
 from api.jobs.runner import BatchRun
 from api.jobs.settings import JobSettings
 from api.metrics import Metrics
-from shared.connection import CONNECT_TIMEOUT_S, FleetUnavailable
+from shared.connection import FleetUnavailable, open_pool
 
 logger = logging.getLogger("diffleet.jobs")
 
@@ -49,6 +48,7 @@ async def serve(settings: JobSettings) -> None:
 
 
 async def _work(settings: JobSettings, services: Services) -> None:
+    queue = open_queue(settings.redis_url)
     worker = Worker(
         functions=[
             func(
@@ -60,7 +60,7 @@ async def _work(settings: JobSettings, services: Services) -> None:
         ],
         cron_jobs=[cron(cast(Any, sweep), second=set(range(0, 60, _SWEEP_S)), run_at_startup=True, keep_result=0)],
         queue_name=names.JOBS,
-        redis_settings=redis_settings(settings.redis_url),
+        redis_pool=queue,
         max_jobs=settings.max_batches + 1,
         ctx={_SERVICES: services},
         handle_signals=False,
@@ -72,8 +72,7 @@ async def _work(settings: JobSettings, services: Services) -> None:
         for task in worker.tasks.values():
             task.cancel()
         await asyncio.gather(*worker.tasks.values(), return_exceptions=True)
-        if (pool := getattr(worker, "_pool", None)) is not None:
-            await pool.aclose(close_connection_pool=True)
+        await queue.aclose(close_connection_pool=True)
 
 
 async def sweep(context: Mapping[str, Any]) -> None:
@@ -96,18 +95,6 @@ async def run_batch(context: Mapping[str, Any], tenant: str, batch_id: str) -> N
         logger.warning("a batch waits for Redis", extra={"batch": batch_id})
 
 
-def redis_settings(url: str) -> RedisSettings:
-    """Return arq's settings for a Redis URL: read by redis-py, because arq does not unquote credentials."""
-    parts: dict[str, Any] = dict(parse_url(url))
-    return RedisSettings(
-        host=parts.get("host", "localhost"),
-        port=parts.get("port", 6379),
-        unix_socket_path=parts.get("path"),
-        database=parts.get("db", 0),
-        username=parts.get("username"),
-        password=parts.get("password"),
-        ssl=url.startswith("rediss://"),
-        ssl_ca_certs=parts.get("ssl_ca_certs"),
-        conn_timeout=round(CONNECT_TIMEOUT_S),
-        conn_retries=0,
-    )
+def open_queue(url: str) -> ArqRedis:
+    """Return arq's client for any URL but a Cluster's: arq would not unquote credentials, nor check a certificate."""
+    return ArqRedis(open_pool(url), default_queue_name=names.JOBS)

@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api.jobs.lines import Faults, read_lines, request_id
-from api.jobs.service import redis_settings
 from shared.keys import model_of
 
 URL = "/v1/chat/completions"
@@ -55,10 +54,3 @@ def test_a_line_has_one_request_id_for_ever_and_no_other_line_has_it(model: str,
         request_id(model, "batch_1", number, index + 1),
     }
     assert name not in others and len(others) == 3
-
-
-def test_credentials_of_a_redis_url_are_unquoted() -> None:
-    settings = redis_settings("rediss://a%40b:p%2Fw@host:6380/3")
-    assert (settings.host, settings.port, settings.database, settings.ssl) == ("host", 6380, 3, True)
-    assert (settings.username, settings.password) == ("a@b", "p/w")
-    assert redis_settings("unix:///tmp/x.sock").unix_socket_path == "/tmp/x.sock"

@@ -3,10 +3,7 @@
 import asyncio
 import shutil
 import signal
-import socket
-import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,35 +13,33 @@ import pytest
 from shared.admission import Admission
 from shared.client import FleetClient
 from shared.connection import FleetUnavailable, open_sync_client
-from shared.embedded import _binary  # pyright: ignore[reportPrivateUsage]
 from shared.heart import Heart
 from shared.queue import WorkerQueue
 from shared.roster import WorkerInfo
 from shared.sentinel import Sentinels
+from tests.servers import Servers, await_that, free_port
 from tests.shared.protocol_for_tests import MODEL, card_of, command_for, finish
 
 SERVICE = "fleet"
 
 
 class Replicated:
-    """Processes on free ports; each dies with the test."""
+    """A primary, its replica and three sentinels."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self.primary, self.replica = _free_port(), _free_port()
+    def __init__(self, servers: Servers) -> None:
+        self.primary, self.replica = free_port(), free_port()
         plain = "save ''\nappendonly no\nrepl-diskless-sync-delay 0\n"
-        self.primary_process = self._start(self.primary, plain)
-        self._start(self.replica, f"{plain}replicaof 127.0.0.1 {self.primary}\n")
-        self._await(lambda: self.info(self.replica).get("master_link_status") == "up")
-        self.sentinels = [_free_port() for _ in range(3)]
+        self.primary_process = servers.start(self.primary, plain)
+        servers.start(self.replica, f"{plain}replicaof 127.0.0.1 {self.primary}\n")
+        await_that(lambda: self.info(self.replica).get("master_link_status") == "up", "the replica has its data")
+        self.sentinels = [free_port() for _ in range(3)]
         watch = (
             f"sentinel monitor {SERVICE} 127.0.0.1 {self.primary} 2\nsentinel down-after-milliseconds {SERVICE} 700\n"
             f"sentinel failover-timeout {SERVICE} 4000\n"
         )
         for port in self.sentinels:
-            self._start(port, watch, "--sentinel")
-        self._await(lambda: all(self._peers(port) == (1, 2) for port in self.sentinels))
+            servers.start(port, watch, "--sentinel")
+        await_that(lambda: all(self._peers(port) == (1, 2) for port in self.sentinels), "the sentinels know each other")
 
     @property
     def url(self) -> str:
@@ -52,12 +47,6 @@ class Replicated:
 
     def kill_primary(self) -> None:
         self.primary_process.send_signal(signal.SIGKILL)
-
-    def end(self) -> None:
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.wait()
 
     def info(self, port: int) -> dict[str, Any]:
         client = open_sync_client(f"redis://127.0.0.1:{port}/0")
@@ -78,35 +67,16 @@ class Replicated:
         finally:
             client.close()
 
-    def _start(self, port: int, config: str, *flags: str) -> subprocess.Popen[bytes]:
-        folder = self._folder / str(port)
-        folder.mkdir()
-        (folder / "conf").write_text(f"port {port}\nbind 127.0.0.1\ndir {folder}\nprotected-mode no\n{config}")
-        with (folder / "log").open("wb") as log:
-            process = subprocess.Popen([str(_binary()), str(folder / "conf"), *flags], stdout=log, stderr=log)
-        self._processes.append(process)
-        return process
-
-    def _await(self, reached: Any) -> None:
-        deadline = time.monotonic() + 60
-        while not reached():
-            assert time.monotonic() < deadline, "the servers do not come up"
-            time.sleep(0.05)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
 
 @pytest.fixture
 def replicated() -> Iterator[Replicated]:
     folder = Path(tempfile.mkdtemp(prefix="df-"))
-    servers = Replicated(folder)
-    yield servers
-    servers.end()
-    shutil.rmtree(folder)
+    servers = Servers(folder)
+    try:
+        yield Replicated(servers)
+    finally:
+        servers.end()
+        shutil.rmtree(folder)
 
 
 async def test_a_failover_under_load_loses_no_request_that_was_acknowledged(replicated: Replicated) -> None:
