@@ -28,14 +28,14 @@ class ServedModel:
     tokenizer: Tokenizer
     decoding: Decoding
 
-    async def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Return the ids of a raw prompt; raises `ApiError`."""
+    async def encode(self, text: str, add_special: bool = True, field: str = "prompt") -> list[int]:
+        """Return the ids of a raw prompt; raises `ApiError` that names `field`."""
         try:
             if len(text) < _LONG_TEXT:
                 return self.tokenizer.encode(text, add_special)
             return await asyncio.to_thread(self.tokenizer.encode, text, add_special)
         except InvalidText as error:
-            raise invalid("prompt", f"prompt: {error}") from error
+            raise invalid(field, f"{field}: {error}") from error
 
     async def encode_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> list[int]:
         """Return the ids of a chat under the model's template; raises `ApiError`."""

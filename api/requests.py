@@ -79,7 +79,7 @@ def _command(
     body: GenerationBody, options: DiffusionOptions, prompt: list[int], model: ServedModel, field_: str, call: Call
 ) -> Generate:
     card = model.card
-    _check_prompt(prompt, card, field_)
+    check_prompt(prompt, card, field_)
     max_tokens = _max_tokens(body, len(prompt), card, field_)
     if body.min_tokens is not None and body.min_tokens > max_tokens:
         raise invalid("min_tokens", f"min_tokens is {body.min_tokens}, more than the {max_tokens} tokens of the output")
@@ -142,7 +142,8 @@ def _seed(body: GenerationBody, call: Call) -> int:
     return secrets.randbits(63)
 
 
-def _check_prompt(prompt: list[int], card: ModelCard, field: str) -> None:
+def check_prompt(prompt: list[int], card: ModelCard, field: str) -> None:
+    """Raises `ApiError` for a prompt that is empty or has ids that are none of the model's."""
     if not prompt:
         raise invalid(field, f"{field} is empty")
     wrong = next((index for index, token in enumerate(prompt) if not 0 <= token < card.vocab_size), None)

@@ -51,6 +51,8 @@ class ModelCard:
     """Into how many lots the model's queue is split: a new request goes to any of them."""
     largest_block: int | None = None
     """The longest block that a worker has room for in one step, guidance doubling its cost; None: any."""
+    embedding_size: int = 0
+    """Numbers in an embedding; 0: the model has none."""
 
     def __post_init__(self) -> None:
         if not self.digest:
@@ -102,6 +104,7 @@ class _Meta(BaseModel):
     vocab_size: Annotated[int, Field(ge=1)]
     partitions: Annotated[int, Field(ge=1, le=1000)] = 1
     largest_block: Annotated[int, Field(ge=1)] | None = None
+    embedding_size: Annotated[int, Field(ge=0)] = 0
 
 
 def _meta(card: ModelCard) -> bytes:

@@ -21,6 +21,9 @@ COUNT_LIMIT = 2**31
 """Counts are below it: a payload from anywhere must not overflow a worker's integers."""
 MS_LIMIT = 2**41
 
+_CONSEQUENTIAL = ("embed",)
+"""Fields that a worker must know if they are set: without them the answer would be to another question."""
+
 Lane = Literal["rt", "std", "bulk"]
 LANES: tuple[Lane, ...] = ("rt", "std", "bulk")
 
@@ -103,6 +106,10 @@ class Generate(_Part):
         default=True,
         description="Reuse the keys of a text that another request has written, and let others reuse these.",
     )
+    embed: bool = Field(
+        default=False,
+        description="Produce no text: the answer is the mean of the prompt's final hidden states, of length 1.",
+    )
     cfg_scale: float = Field(
         default=0.0,
         ge=0.0,
@@ -124,7 +131,9 @@ class Abort(_Part):
 
 
 def encode_command(command: Generate, must: tuple[str, ...] = ()) -> bytes:
-    """Return the envelope as JSON bytes."""
+    """Return the envelope as JSON bytes, what asks for another kind of answer as must-understand."""
+    asked = (name for name in _CONSEQUENTIAL if getattr(command, name))
+    must = tuple(dict.fromkeys((*must, *asked)))
     body = command.model_dump(mode="json", exclude_none=True)
     return orjson.dumps({"v": WIRE_VERSION, "kind": "generate", "must": list(must), "body": body})
 

@@ -15,7 +15,15 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 FinishReason = Literal["stop", "length", "aborted"]
 FinishDetail = Literal[
-    "stop_token", "stop_string", "max_tokens", "max_nfe", "max_repetition_run", "max_model_len", "deadline", "aborted"
+    "stop_token",
+    "stop_string",
+    "max_tokens",
+    "max_nfe",
+    "max_repetition_run",
+    "max_model_len",
+    "deadline",
+    "aborted",
+    "embedded",
 ]
 FailCode = Literal[
     "invalid_request",
@@ -114,6 +122,8 @@ class Finished:
     reason: FinishReason
     detail: FinishDetail
     usage: Usage
+    embedding: str | None = None
+    """Base64 of little-endian float32: what a request for an embedding has asked for."""
     t: Literal["finished"] = "finished"
 
 

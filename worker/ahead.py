@@ -213,6 +213,8 @@ class AheadRunner:
             return
         found = self._runner(Plan(tuple(row for _, row in others), plan.running))
         for place, (index, row) in enumerate(others):
+            if row.pooled:
+                decision.pooled[index] = found.pooled[place]
             if row.canvas is not None:
                 decision.accepted[index] = found.accepted[place]
                 decision.tokens[index] = found.tokens[place]

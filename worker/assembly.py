@@ -16,7 +16,7 @@ from worker.engine.scheduler import BatchLimits, CacheShape
 from worker.engine.window import cuts_windows
 from worker.memory import step_bytes
 from worker.models import ModelError, load_model
-from worker.models.spec import ModelSpec, kv_shapes
+from worker.models.spec import Commit, ModelSpec, kv_shapes
 from worker.runners import make_runner, runs_ahead
 from worker.settings import WorkerSettings
 
@@ -125,5 +125,6 @@ def card_of(
         vocab_size=spec.vocab_size,
         partitions=partitions,
         largest_block=largest_block,
+        embedding_size=0 if spec.commit is Commit.ENCODED else spec.hidden_size,
         files={name: (folder / name).read_bytes() for name in CARD_FILES if (folder / name).is_file()},
     )

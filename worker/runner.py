@@ -60,11 +60,17 @@ class Runner:
     def __call__(self, plan: Plan) -> Decision:
         """Write KV for every row's query range, then decide the rows with a canvas; the others get empty lists."""
         canvases = _Canvases.of(plan)
-        hidden = self._forward(plan, canvases.sources + canvases.guide_sources)
+        pooled = _pooled(plan)
+        read = canvases.sources + canvases.guide_sources
+        hidden = self._forward(plan, read + [token for tokens in pooled.values() for token in tokens])
         rows = len(plan.rows)
         decision = Decision([[]] * rows, [[]] * rows, [[]] * rows, [None] * rows)
         if canvases.members:
             self._decide(canvases, self._propose(hidden, canvases), decision)
+        offset = len(read)
+        for row, tokens in pooled.items():
+            decision.pooled[row] = hidden[offset : offset + len(tokens)].double().sum(0).tolist()
+            offset += len(tokens)
         return decision
 
     def _forward(self, plan: Plan, sources: list[int]) -> Tensor:
@@ -317,6 +323,17 @@ def barred_ids(spec: ModelSpec, device: torch.device) -> Tensor:
 
 def is_greedy(sampling: Sampling) -> bool:
     return sampling.temperature == 0 or sampling.top_k == 1
+
+
+def _pooled(plan: Plan) -> dict[int, range]:
+    """Return for each pooled row its tokens in the ragged batch."""
+    found: dict[int, range] = {}
+    offset = 0
+    for number, row in enumerate(plan.rows):
+        if row.pooled:
+            found[number] = range(offset, offset + len(row.token_ids))
+        offset += len(row.token_ids)
+    return found
 
 
 def is_cut(canvas: Canvas) -> bool:

@@ -16,7 +16,6 @@ _FAMILIES = (
     "conversations",
     "decisions",
     "edits",
-    "embeddings",
     "engines",
     "evals",
     "fine_tuning",

@@ -208,7 +208,7 @@ def test_c12_every_error_has_openais_shape(http: httpx.Client) -> None:
         (http.post("/v1/files", json={}), 415),
         (http.get("/v1/files", params={"limit": "many"}), 400),
         (http.get("/v1/batches", params={"limit": 0}), 400),
-        (http.post("/v1/embeddings", json={"input": "x"}), 404),
+        (http.post("/v1/embeddings", json={"input": []}), 400),
         (http.post("/v1/fim/completions", json={"prompt": "x"}), 404),
     ]
     for response, status in cases:

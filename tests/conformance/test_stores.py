@@ -1,6 +1,7 @@
 """C34 to C39: files, batches, responses, tokens, metrics."""
 
 import json
+import math
 import signal
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +20,10 @@ from tests.conformance.fleet import MODEL, LiveFleet, eventually
 
 ASK: Any = [{"role": "user", "content": "What is 12 + 30?"}]
 ENDED = ("completed", "failed", "expired", "cancelled")
+
+
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))
 
 
 def line(custom_id: str, content: str = "What is 1 + 2?", **body: Any) -> dict[str, Any]:
@@ -257,10 +262,43 @@ def test_c36_responses_are_cancelled_continued_listed_and_deleted(client: OpenAI
         assert error["param"] == param
 
 
-def test_c37_embeddings_are_clearly_not_there(client: OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError) as caught:
-        client.embeddings.create(model=MODEL, input="x")
-    assert caught.value.code == "unsupported_endpoint"
+def test_c37_embeddings_are_unit_vectors_equal_in_both_encodings(client: OpenAI, http: httpx.Client) -> None:
+    texts = ["What is 12 + 30?", "What is 13 + 30?", "The frog sat on a leaf."]
+    # The client asks for base64 unless told otherwise.
+    packed = client.embeddings.create(model=MODEL, input=texts)
+    plain = client.embeddings.create(model=MODEL, input=texts, encoding_format="float")
+    ids = [http.post("/tokenize", json={"model": MODEL, "prompt": text}).json()["tokens"] for text in texts]
+    by_ids = client.embeddings.create(model=MODEL, input=ids)
+    vectors = [item.embedding for item in packed.data]
+    assert [item.index for item in packed.data] == [0, 1, 2]
+    for item, other, third in zip(packed.data, plain.data, by_ids.data, strict=True):
+        assert item.embedding == pytest.approx(other.embedding, abs=1e-6)
+        assert item.embedding == pytest.approx(third.embedding, abs=1e-5)
+        assert _dot(item.embedding, item.embedding) == pytest.approx(1.0, abs=1e-5)
+    assert packed.usage.prompt_tokens == packed.usage.total_tokens == sum(map(len, ids))
+    # Two sums are more alike than a sum and a story.
+    assert _dot(vectors[0], vectors[1]) > _dot(vectors[0], vectors[2])
+
+    short = client.embeddings.create(model=MODEL, input=texts[0], dimensions=8).data[0].embedding
+    length = math.sqrt(_dot(vectors[0][:8], vectors[0][:8]))
+    assert short == pytest.approx([value / length for value in vectors[0][:8]], abs=1e-5)
+
+
+def test_c37_what_embeddings_cannot_do_is_named(http: httpx.Client) -> None:
+    for wrong, param in (
+        ({"input": []}, "input"),
+        ({"input": [""]}, "input"),
+        ({"input": ["a", []]}, "input"),
+        ({"input": "a", "dimensions": 100_000}, "dimensions"),
+        ({"input": "a", "dimensions": 0}, "dimensions"),
+        ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
+        ({"input": [[1, 10**9], [1]]}, "input[0][1]"),
+        ({"input": "a " * 5000}, "input"),
+        ({"input": "a", "model": "nobody"}, "model"),
+    ):
+        answer = http.post("/v1/embeddings", json={"model": MODEL} | wrong)
+        assert answer.status_code == (404 if param == "model" else 400), answer.text
+        assert answer.json()["error"]["param"] == param
 
 
 def test_c38_tokens_go_there_and_back_and_count_as_usage(client: OpenAI, http: httpx.Client) -> None:

@@ -6,11 +6,12 @@ from itertools import count
 from shared.commands import Generate
 from shared.decoding import Renoise
 from shared.events import Event, FailCode
+from worker.engine.embedding import Embedding
 from worker.engine.plan import Canvas, Plan
 from worker.engine.ports import Arrival, Decision, DeviceFull, Forward, Inbox, Load, Outbox, Resume, TextDecoder
 from worker.engine.scheduler import BatchLimits, CacheShape, Scheduler
 from worker.engine.sequence import Sequence
-from worker.models.spec import ModelSpec
+from worker.models.spec import Commit, ModelSpec
 
 MakeText = Callable[[Generate, Resume], TextDecoder]
 
@@ -66,7 +67,9 @@ class Engine:
             self._fail(_widest(plan, sequences), "out_of_memory", "no memory for this request's step", outbox.events)
             return outbox
         for index, (row, sequence) in enumerate(zip(plan.rows, sequences, strict=True)):
-            if row.canvas is None:
+            if isinstance(sequence, Embedding):
+                self._gather(sequence, row.end, decision.pooled[index], outbox.events)
+            elif row.canvas is None:
                 sequence.written(row.end)
             elif index in decision.postponed:
                 self._postpone(sequence, decision.postponed[index])
@@ -102,11 +105,12 @@ class Engine:
     def _arrive(self, arrival: Arrival, events: list[Event]) -> None:
         request = arrival.request
         text = self._make_text(request, arrival.resume)
-        sequence = Sequence.arrive(arrival, next(self._order), self._spec, text)
+        kind = Embedding if request.embed else Sequence
+        sequence = kind.arrive(arrival, next(self._order), self._spec, text)
         refusal = self._refusal(sequence)
         if refusal is not None:
             events.append(sequence.failed(*refusal))
-        elif sequence.published >= sequence.limit:
+        elif sequence.published >= sequence.limit and not request.embed:
             # The former owner committed the last block and died before it could say so.
             ending = sequence.ending() or "max_tokens"
             events.append(sequence.finished(ending))
@@ -119,10 +123,12 @@ class Engine:
         for param, token_ids in (("prompt", request.prompt), ("stop_token_ids", request.limits.stop_token_ids)):
             if not all(0 <= token < spec.vocab_size for token in token_ids):
                 return "invalid_request", f"token ids must be in [0, {spec.vocab_size})", param
+        if request.embed and spec.commit is Commit.ENCODED:
+            return "unsupported", "this model has no embeddings", "embed"
         if sequence.prompt_length >= spec.max_model_len:
             message = f"the prompt has {sequence.prompt_length} tokens; this model takes {spec.max_model_len} in all"
             return "too_long", message, "prompt"
-        if spec.fixed_block_length and sequence.block_length != spec.block_length:
+        if spec.fixed_block_length and not request.embed and sequence.block_length != spec.block_length:
             return "unsupported", f"this model decodes blocks of {spec.block_length}", "block_length"
         if isinstance(sequence.decoding, Renoise) != isinstance(spec.decoding, Renoise):
             return "unsupported", f"this model does not decode by {sequence.decoding.strategy}", "decoding"
@@ -166,6 +172,13 @@ class Engine:
             sequence.written(written)
         # It goes first in the next step: what has been prepared for it there would be lost otherwise.
         sequence.planned_at = 0
+
+    def _gather(self, sequence: Embedding, end: int, total: list[float], events: list[Event]) -> None:
+        if not sequence.gather(end, total):
+            self._fail(sequence, "nan", "the model's hidden states are not finite", events)
+        elif sequence.whole:
+            self._scheduler.remove(sequence)
+            events.append(sequence.embedded())
 
     def _commit(self, sequence: Sequence, events: list[Event]) -> None:
         ending = sequence.ending()

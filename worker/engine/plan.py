@@ -80,6 +80,8 @@ class Row:
     near: tuple[tuple[int, int], ...] | None = None
     """For each query the positions [start, end) that layers with a sliding window see."""
     guide: Guide | None = None
+    pooled: bool = False
+    """The sum over the query positions' hidden states is wanted."""
 
     @property
     def end(self) -> int:
