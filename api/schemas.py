@@ -167,7 +167,11 @@ class DiffusionOptions(BaseModel):
     steps: int | None = Field(default=None, ge=1, lt=COUNT_LIMIT, description="Denoise steps of a block.")
     bound: float | None = Field(default=None, gt=0.0, description="Entropy bound of `entropy_bounded`.")
     fallback: Literal["confidence", "leftmost"] | None = None
-    confidence: Confidence | None = None
+    confidence: Confidence | None = Field(
+        default=None,
+        description="What ranks positions: model, the model's own probabilities; tempered, those divided by the "
+        "temperature; filtered, what top_k and top_p leave of these.",
+    )
     filler_rules: bool | None = None
     block_length: int | None = Field(default=None, ge=1, le=4096)
     max_nfe: int | None = Field(default=None, ge=1, lt=COUNT_LIMIT)

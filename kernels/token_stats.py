@@ -63,28 +63,29 @@ def token_stats(
     forbidden: tuple[Tensor, Tensor] | None = None,
     filters: Filters | None = None,
     noise: Noise | None = None,
+    ranking: Tensor | None = None,
     *,
     entropy: bool = False,
     margin: bool = False,
 ) -> Proposals:
     """Propose a token for each row of logits [n, vocab].
 
-    temperature [n] float32 > 0, or None for 1, divides the logits before everything else (a greedy row keeps its
-    argmax and changes its confidence). barred [vocab] bool are ids that the model's distribution has and that are never
-    proposed (the mask, padding of the vocabulary). forbidden (rows [m], ids [m]) are struck from a row's distribution.
+    temperature [n] float32 > 0, or None for 1, divides the logits that the token is drawn from. ranking [n] float32
+    > 0, or None for the same, divides those that confidence, entropy and margin are of; rows that a filter ranks have
+    the same in both. barred [vocab] bool are ids that the model's distribution has and that are never proposed (the
+    mask, padding of the vocabulary). forbidden (rows [m], ids [m]) are struck from a row's distribution.
     All arithmetic is float32.
     """
     z = logits.float()
     if forbidden is not None:
         z = z.index_put(forbidden, z.new_tensor(float("-inf")))
-    if temperature is not None:
-        z = z / temperature[:, None]
+    choice = z if temperature is None else z / temperature[:, None]
+    z = choice if ranking is None else z / ranking[:, None]
     total = z.logsumexp(-1)
     ranked = total
-    choice = z
     if barred is not None:
         # One row of -inf is added rather than a mask filled in: a third of the time on a CPU.
-        choice = z + z.new_zeros(z.shape[1]).masked_fill_(barred, float("-inf"))
+        choice = choice + z.new_zeros(z.shape[1]).masked_fill_(barred, float("-inf"))
     if filters is not None:
         kept = _cut(choice[filters.rows], filters)
         choice = choice.index_copy(0, filters.rows, kept)

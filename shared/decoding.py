@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Confidence = Literal["model", "filtered"]
+Confidence = Literal["model", "tempered", "filtered"]
 
 STEPS_LIMIT = 2**31
 """Beyond any block's length; a payload from anywhere must not overflow a worker's integers."""
@@ -21,8 +21,9 @@ class _Decoding(BaseModel):
 
     confidence: Confidence = Field(
         default="model",
-        description="Whose probability ranks positions: the model's own, softmax(logits / temperature), or the one "
-        "left after top-k and top-p filtering (SDAR's published loop).",
+        description="Which distribution ranks positions: the model's own, softmax(logits), whatever the temperature "
+        "that tokens are drawn with; softmax(logits / temperature), which a low temperature makes sure of everything "
+        "(Fast-dLLM, WeDLM, JetEngine); or what top-k and top-p leave of that (SDAR's published loop, Dream).",
     )
     filler_rules: bool = Field(
         default=True,

@@ -22,7 +22,7 @@ from worker.engine.plan import Canvas, Plan, Row
 from worker.engine.ports import Decision
 from worker.graphs import Answer, StepGraphs
 from worker.models.spec import Attention, Commit, ModelSpec
-from worker.runner import Runner, is_cut, is_greedy
+from worker.runner import Runner, divisor, is_cut, is_greedy
 
 MAX_ROWS = 256
 """More rows than this are decided by the plain runner."""
@@ -74,7 +74,7 @@ def canvas_state(row: Row, layout: Layout) -> list[int] | None:
     state[Field.FILLER_RULES] = int(decoding.filler_rules)
     if not is_greedy(sampling):
         state[Field.DRAWS], state[Field.SEED] = 1, sampling.seed
-    state[Field.TEMPERATURE] = _bits(sampling.temperature)
+    state[Field.TEMPERATURE] = _bits(divisor(sampling))
     state[layout.tokens] = row.token_ids[-block:]
     state[layout.masked] = map(int, canvas.masked)
     state[layout.before] = canvas.before or [0] * block
@@ -93,6 +93,7 @@ def _is_plain(row: Row, canvas: Canvas, block: int) -> bool:
         and not (canvas.last or canvas.seed or canvas.shift or any(canvas.editable) or canvas.forbidden)
         and not (canvas.decoding.stops_last and canvas.stop_token_ids)
         and not is_cut(canvas)
+        and (canvas.decoding.confidence == "model" or divisor(canvas.sampling) == 1)
     )
 
 

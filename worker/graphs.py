@@ -77,6 +77,7 @@ class StepGraphs:
         self._offsets = {paired: numbers * each.query for paired, each in self._layouts.items()}
         self._within = torch.arange(block, device=device)
         self._each = torch.arange(max_rows * block, device=device)
+        self._plain = torch.ones(max_rows * block, device=device)
         # Of two blocks only the second is decided.
         self._wanted = (torch.arange(max_rows, device=device)[:, None] * 2 * block + block + self._within).view(-1)
         self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
@@ -169,7 +170,8 @@ class StepGraphs:
         hidden = self._model.module.forward(query.token_ids, context, wanted)
         logits = self._model.module.logits(hidden)
         temperature, noise = self._draws(state)
-        found = kernels.token_stats(logits, temperature, self._barred, noise=noise)
+        plain = self._plain[: len(temperature)]
+        found = kernels.token_stats(logits, temperature, self._barred, noise=noise, ranking=plain)
         return kernels.canvas_advance(
             state,
             layout,

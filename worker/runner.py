@@ -25,6 +25,8 @@ from worker.models.spec import NO_MASK, ModelSpec
 # another.
 LOGITS_AT_ONCE = 2**25
 
+_COLDEST = 1e-6
+
 
 class Runner:
     """Implements `worker.engine.ports.Forward` for one model on one device."""
@@ -135,7 +137,7 @@ class Runner:
         struck = [(place, token) for place, i in enumerate(rows) for token in members[i].stop_token_ids]
         places, ids = zip(*struck, strict=True)
         index = self._integers(rows)
-        warm = draws.get("temperature")
+        warm = draws.get("ranking", draws.get("temperature"))
         z = logits[index] if warm is None else logits[index] / warm[index][:, None]
         ranked = rank_without(z, found.token[index], (self._integers(places), self._integers(ids)))
         return replace(found, confidence=found.confidence.index_copy(0, index, ranked))
@@ -157,9 +159,15 @@ class Runner:
         owners = canvases.owners[start:end]
         samplings = [canvas.sampling for canvas in canvases.members]
         draws: _Draws = {}
-        warmth = [sampling.temperature or 1.0 for sampling in samplings]
+        warmth = [divisor(sampling) for sampling in samplings]
         if any(value != 1.0 for value in warmth):
             draws["temperature"] = self._floats([warmth[owner] for owner in owners])
+            ranked = [
+                1.0 if canvas.decoding.confidence == "model" else value
+                for canvas, value in zip(canvases.members, warmth, strict=True)
+            ]
+            if ranked != warmth:
+                draws["ranking"] = self._floats([ranked[owner] for owner in owners])
         if any(canvas.forbidden for canvas in canvases.members):
             struck = [(i, token) for i, owner in enumerate(owners) for token in canvases.members[owner].forbidden]
             rows, ids = zip(*struck, strict=True) if struck else ((), ())
@@ -245,6 +253,7 @@ class _Draws(TypedDict, total=False):
     """Arguments of `token_stats` that a step may need."""
 
     temperature: Tensor
+    ranking: Tensor
     forbidden: tuple[Tensor, Tensor]
     filters: Filters
     noise: Noise
@@ -319,6 +328,14 @@ def barred_ids(spec: ModelSpec, device: torch.device) -> Tensor:
     barred[spec.text_vocab_size :] = True
     barred[[token for token in (spec.mask_token_id, *spec.never_sampled) if token != NO_MASK]] = True
     return barred
+
+
+def divisor(sampling: Sampling) -> float:
+    """Return what the logits are divided by before a token is drawn.
+
+    Below the coldest a quotient could leave float32, and nothing but the best token is drawn anyway.
+    """
+    return max(sampling.temperature, _COLDEST) if sampling.temperature else 1.0
 
 
 def is_greedy(sampling: Sampling) -> bool:

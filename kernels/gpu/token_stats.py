@@ -27,18 +27,19 @@ def token_stats(
     forbidden: tuple[Tensor, Tensor] | None = None,
     filters: Filters | None = None,
     noise: Noise | None = None,
+    ranking: Tensor | None = None,
     *,
     entropy: bool = False,
     margin: bool = False,
 ) -> Proposals:
     if forbidden is None:
-        return _propose(logits, temperature, barred, filters, noise, entropy, margin)
+        return _propose(logits, temperature, barred, filters, noise, ranking, entropy, margin)
     # Struck in place and put back: a copy of the logits would cost more than the whole pass.
     rows, ids = forbidden
     kept = logits[rows, ids]
     logits[rows, ids] = float("-inf")
     try:
-        return _propose(logits, temperature, barred, filters, noise, entropy, margin)
+        return _propose(logits, temperature, barred, filters, noise, ranking, entropy, margin)
     finally:
         logits[rows, ids] = kept
 
@@ -49,6 +50,7 @@ def _propose(
     barred: Tensor | None,
     filters: Filters | None,
     noise: Noise | None,
+    ranking: Tensor | None,
     entropy: bool,
     margin: bool,
 ) -> Proposals:
@@ -101,8 +103,9 @@ def _propose(
     splits = triton.cdiv(vocab, share)
     parts = torch.empty((8, rows, splits), dtype=torch.float32, device=device)
     tokens = torch.empty((rows, splits), dtype=torch.int32, device=device)
+    ranking = temperature if ranking is None else ranking
     flags = {
-        "WARM": temperature is not None,
+        "RANKED": ranking is not None,
         "CUT": limit is not None,
         "ENTROPY": entropy,
         "MARGIN": margin,
@@ -110,6 +113,7 @@ def _propose(
     _reduce[(rows, splits)](
         logits,
         logits if temperature is None else temperature,
+        logits if ranking is None else ranking,
         logits if barred is None else barred,
         logits if limit is None else limit,
         tokens if noises is None else noises,
@@ -120,6 +124,7 @@ def _propose(
         vocab,
         share,
         splits,
+        WARM=temperature is not None,
         BARS=barred is not None,
         DRAWS=noises is not None,
         BLOCK=_BLOCK,
@@ -129,7 +134,7 @@ def _propose(
     )
     _merge[(rows,)](
         logits,
-        logits if temperature is None else temperature,
+        logits if ranking is None else ranking,
         tokens if ranks is None else ranks,
         parts,
         tokens,
@@ -153,6 +158,7 @@ def _propose(
 def _reduce(
     logits_ptr,
     temperature_ptr,
+    ranking_ptr,
     barred_ptr,
     limit_ptr,
     noises_ptr,
@@ -164,6 +170,7 @@ def _reduce(
     share,
     splits,
     WARM: tl.constexpr,
+    RANKED: tl.constexpr,
     BARS: tl.constexpr,
     CUT: tl.constexpr,
     DRAWS: tl.constexpr,
@@ -182,6 +189,9 @@ def _reduce(
     temperature = 1.0
     if WARM:
         temperature = tl.load(temperature_ptr + row)
+    ranking = 1.0
+    if RANKED:
+        ranking = tl.load(ranking_ptr + row)
     limit = float("-inf")
     if CUT:
         limit = tl.load(limit_ptr + row)
@@ -206,8 +216,11 @@ def _reduce(
         ids = start + lane
         inside = ids < stop
         z = tl.load(line + ids, mask=inside, other=float("-inf")).to(tl.float32)
+        score = z
         if WARM:
-            z = z / temperature
+            score = score / temperature
+        if RANKED:
+            z = z / ranking
         broken = tl.maximum(broken, tl.max(((z != z) | (z == float("inf"))).to(tl.int32), 0))
         high = tl.max(z, 0)
         if MARGIN:
@@ -224,7 +237,6 @@ def _reduce(
             slope = tl.where(new == float("-inf"), 0.0, slope)
         mass = mass * fade + tl.sum(weight, 0)
 
-        score = z
         if BARS:
             barred = tl.load(barred_ptr + ids, mask=inside, other=1)
             score = tl.where(barred != 0, float("-inf"), score)
@@ -259,7 +271,7 @@ def _reduce(
 @triton.jit(do_not_specialize=["rows", "splits"])
 def _merge(
     logits_ptr,
-    temperature_ptr,
+    ranking_ptr,
     ranks_ptr,
     parts_ptr,
     tokens_ptr,
@@ -271,7 +283,7 @@ def _merge(
     stride,
     rows,
     splits,
-    WARM: tl.constexpr,
+    RANKED: tl.constexpr,
     CUT: tl.constexpr,
     ENTROPY: tl.constexpr,
     MARGIN: tl.constexpr,
@@ -299,8 +311,8 @@ def _merge(
     chosen = tl.argmax(bests, 0, tie_break_left=True)
     token = tl.sum(tl.where(part == chosen, tokens, 0), 0)
     z = tl.load(logits_ptr + row * stride + token).to(tl.float32)
-    if WARM:
-        z = z / tl.load(temperature_ptr + row)
+    if RANKED:
+        z = z / tl.load(ranking_ptr + row)
     ranked = total
     if CUT:
         kept = tl.load(parts_ptr + 6 * plane + at, mask=inside, other=0.0)

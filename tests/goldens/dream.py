@@ -49,9 +49,8 @@ def to_runs(folder: GoldenFolder, entry: Entry) -> list[Run]:
 
 
 def _decoding(args: dict[str, Any]) -> Decoding:
-    exact: dict[str, Any] = {"filler_rules": False, "early_stop": False}
-    if "top_p" in args or "top_k" in args:
-        exact["confidence"] = "filtered"
+    # Temperature and filters are applied before the confidence is read.
+    exact: dict[str, Any] = {"filler_rules": False, "early_stop": False, "confidence": "filtered"}
     steps, length = args["steps"], args.get("block_length")
     if length is not None:
         exact["renewal_decides"] = "first"

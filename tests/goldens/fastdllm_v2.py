@@ -24,6 +24,7 @@ def to_runs(folder: GoldenFolder, entry: Entry) -> list[Run]:
                 threshold=args["threshold"],
                 sub_block_length=args["small_block_size"],
                 block_cache=args.get("use_block_cache", False),
+                confidence="tempered",
                 filler_rules=False,
             ),
             block_length=args["block_size"],

@@ -52,12 +52,14 @@ def _decoding(entry: Entry) -> Decoding:
             editing_threshold=args["editing_threshold"],
             num_to_transfer=args.get("num_to_transfer", 1),
             max_post_steps=args["max_post_steps"],
+            confidence="tempered",
             filler_rules=False,
             early_stop=False,
         )
     return LowConfidenceDynamic(
         threshold=args["threshold"],
         steps=min(args["steps"], args["gen_length"] // args.get("minimal_topk", 1)),
+        confidence="tempered",
         filler_rules=False,
         early_stop=args.get("eos_early_stop", False),
     )

@@ -41,8 +41,8 @@ def to_runs(folder: GoldenFolder, entry: Entry) -> list[Run]:
 
 def _decoding(threshold: float | None) -> Decoding:
     if threshold is None:
-        return LowConfidenceStatic(filler_rules=False)
-    return Threshold(threshold=threshold, filler_rules=False)
+        return LowConfidenceStatic(confidence="tempered", filler_rules=False)
+    return Threshold(threshold=threshold, confidence="tempered", filler_rules=False)
 
 
 def _nfe(entry: Entry) -> int:

@@ -40,7 +40,7 @@ def to_request(entry: Entry) -> Generate:
 def _decoding(entry: Entry) -> Decoding:
     args, variant = entry["args"], entry["variant"]
     argmax = entry["sampling"].startswith("argmax")
-    confidence: Confidence = "filtered" if variant == "sdar" and not argmax else "model"
+    confidence: Confidence = "filtered" if variant == "sdar" and not argmax else "tempered"
     steps = args.get("denoising_steps")
     if variant == "opencompass":
         strategy = "low_confidence_dynamic" if args["threshold"] < 1 else "low_confidence_static"

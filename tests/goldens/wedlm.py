@@ -23,5 +23,5 @@ def to_runs(folder: GoldenFolder, entry: Entry) -> list[Run]:
 
 def _decoding(threshold: float) -> Decoding:
     if threshold == 0:
-        return LowConfidenceStatic(filler_rules=False, early_stop=False)
-    return Threshold(threshold=threshold, filler_rules=False, early_stop=False)
+        return LowConfidenceStatic(confidence="tempered", filler_rules=False, early_stop=False)
+    return Threshold(threshold=threshold, confidence="tempered", filler_rules=False, early_stop=False)

@@ -273,6 +273,29 @@ def test_seeded_draws_are_those_of_the_reference(dtype, rows, vocab):
     _same(kernels.gpu.token_stats.token_stats(logits, **arguments), token_stats(logits, **arguments))
 
 
+@dtypes
+@vocabularies
+def test_drawn_tokens_are_ranked_by_another_temperature_as_in_the_reference(dtype, rows, vocab):
+    logits, numbers = normal(rows, vocab, dtype=dtype, seed=1), torch.arange(rows, device=DEVICE)
+    chosen = torch.arange(0, rows, 3, device=DEVICE)
+    arguments = {
+        "temperature": torch.where(numbers % 2 == 0, 0.3, 1.0).to(torch.float32),
+        "noise": Noise(rows=numbers, seed=numbers + 7, position=numbers, step=numbers % 3),
+        # Rows that a filter ranks are ranked by the temperature they are drawn with.
+        "ranking": torch.where((numbers % 3 == 0) & (numbers % 2 == 0), 0.3, 1.0).to(torch.float32),
+        "filters": Filters(
+            rows=chosen,
+            top_k=torch.full_like(chosen, 40),
+            top_p=torch.full_like(chosen, 0.9, dtype=torch.float32),
+            min_p=torch.zeros_like(chosen, dtype=torch.float32),
+            ranks=torch.ones_like(chosen, dtype=torch.bool),
+        ),
+        "entropy": True,
+        "margin": True,
+    }
+    _same(kernels.gpu.token_stats.token_stats(logits, **arguments), token_stats(logits, **arguments))
+
+
 def test_rows_of_the_noise_that_are_not_drawn_keep_their_best_token():
     rows, vocab = 6, 3001
     logits, numbers = normal(rows, vocab, dtype=torch.float32, seed=1), torch.arange(rows, device=DEVICE)

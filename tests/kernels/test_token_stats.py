@@ -52,6 +52,26 @@ def test_the_proposal_is_the_first_most_probable_token(rows: list[list[float]], 
 
 
 @unhurried
+@given(rows_of_logits, st.lists(st.sampled_from([0.125, 0.5, 1.0, 2.0]), min_size=8, max_size=8), st.integers(0, 99))
+def test_what_ranks_a_token_may_have_a_temperature_of_its_own(
+    rows: list[list[float]], temperatures: list[float], seed: int
+) -> None:
+    n, logits = len(rows), torch.tensor(rows)
+    warmth, ranking = (torch.tensor(temperatures[first : first + n]) for first in (0, 4))
+    noise = Noise(torch.arange(n), torch.full((n,), seed), torch.arange(n), torch.zeros(n, dtype=torch.int64))
+
+    found = kernels.token_stats(logits, warmth, noise=noise, ranking=ranking, entropy=True, margin=True)
+
+    drawn = kernels.token_stats(logits, warmth, noise=noise)
+    ranked = kernels.token_stats(logits, ranking, entropy=True, margin=True)
+    assert torch.equal(found.token, drawn.token)
+    assert torch.equal(found.entropy, ranked.entropy) and torch.equal(found.margin, ranked.margin)
+    for i, row in enumerate(rows):
+        p = softmax([value / ranking[i].item() for value in row])
+        assert found.confidence[i].item() == pytest.approx(p[found.token[i]], rel=1e-4)
+
+
+@unhurried
 @given(
     rows_of_logits,
     st.integers(0, 14),

@@ -32,7 +32,7 @@ DECODINGS = st.one_of(
         {
             "strategy": st.just("threshold"),
             "threshold": st.sampled_from([0, 0.5, 1]),
-            "confidence": st.sampled_from(["model", "filtered"]),
+            "confidence": st.sampled_from(["model", "tempered", "filtered"]),
             "filler_rules": st.booleans(),
         }
     ),

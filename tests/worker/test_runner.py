@@ -205,6 +205,24 @@ def test_mask_padding_and_forbidden_ids_are_never_proposed(model: LoadedModel) -
     assert len(seen) > 8
 
 
+@pytest.mark.parametrize("temperature", [1e-30, 0.1, 0.2, 0.7, 1.5])
+def test_drawn_tokens_are_never_surer_than_the_best_ones_whatever_the_temperature(
+    model: LoadedModel, runner: Runner, temperature: float
+) -> None:
+    for length in range(4, 60, BLOCK):
+        tokens = prompt_of(length, length) + [MASK] * BLOCK
+        pages = tuple(range(8))
+        drawn = Sampling(temperature=temperature, seed=length)
+        rows = [
+            row_of(model, tokens, 0, length + BLOCK, pages, canvas_of(length, sampling=sampling))
+            for sampling in (drawn, Sampling())
+        ]
+        cold, best = (runner(Plan((row,))) for row in rows)
+
+        assert sum(cold.accepted[0]) <= sum(best.accepted[0])
+        assert all(a <= b + 1e-6 for a, b in zip(cold.confidence[0], best.confidence[0], strict=True))
+
+
 def test_logits_looked_at_in_parts_propose_the_same(
     model: LoadedModel, runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:

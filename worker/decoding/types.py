@@ -29,7 +29,7 @@ class TokenStats:
     confidence: Tensor
     """[rows, block] float32: probability of the proposal."""
     entropy: Tensor
-    """[rows, block] float32: entropy in nats of softmax(logits / temperature)."""
+    """[rows, block] float32: entropy in nats of the distribution that `Decoding.confidence` names, unfiltered."""
     margin: Tensor
     """[rows, block] float32: best minus second-best probability."""
 
