@@ -10,6 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from api.catalog import ServedModel
 from api.errors import ApiError, invalid, path_of, unsupported
+from api.penalties import edits_of
 from api.schemas import MOST_CHOICES, DiffusionOptions, GenerationBody, Preset
 from shared.card import ModelCard
 from shared.commands import Generate, Lane, Limits, Preview, Sampling
@@ -104,6 +105,8 @@ def _command(
         ),
         decoding=_decoding(options, model.decoding),
         block_length=_block_length(_one_of("block_length", body.block_length, options.block_length), card),
+        edits=edits_of(body, card),
+        logprobs=body.wanted_logprobs,
         preview=preview,
         lane=_lane(body) if call.lane is None else call.lane,
         user=body.user,

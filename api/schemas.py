@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import PydanticCustomError
 
 from api.errors import invalid, of_validation, unsupported
-from shared.commands import COUNT_LIMIT
+from shared.commands import COUNT_LIMIT, MOST_LOGPROBS
 from shared.decoding import Confidence
 
 Strategy = Literal[
@@ -36,10 +36,6 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "logprobs": (False,),
     "top_logprobs": (0,),
     "prompt_logprobs": (0,),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "bad_words": ([],),
     "allowed_token_ids": (),
     "response_format": ({"type": "text"},),
@@ -220,6 +216,18 @@ class GenerationBody(StrictBody):
     top_k: int | None = Field(default=None, ge=-1, lt=COUNT_LIMIT, description="0 or -1 keeps all tokens.")
     min_p: float | None = Field(default=None, ge=0.0, le=1.0)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63, description="Unset: a fresh one for each request.")
+    presence_penalty: float | None = Field(
+        default=None, ge=-2.0, le=2.0, description="Taken off the logits of tokens that the answer has."
+    )
+    frequency_penalty: float | None = Field(
+        default=None, ge=-2.0, le=2.0, description="Taken off as often as the answer has the token."
+    )
+    repetition_penalty: float | None = Field(
+        default=None, gt=0.0, le=10.0, description="Above 1: what prompt and answer have becomes less likely."
+    )
+    logit_bias: dict[str, float] | None = Field(
+        default=None, max_length=1024, description="Token id to -100 .. 100, added to its logit."
+    )
     stop: Annotated[Annotated[list[StopString], Field(max_length=16)] | None, BeforeValidator(_as_list)] = None
     stop_token_ids: list[int] | None = Field(default=None, max_length=64)
     ignore_eos: bool | None = None
@@ -248,6 +256,11 @@ class GenerationBody(StrictBody):
     @property
     def default_max_tokens(self) -> int:
         return 512
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """How many candidates to report with each token; None: no log-probabilities."""
+        return None
 
     @property
     def canvas_stream(self) -> CanvasStream | Literal["denoise"]:
@@ -286,11 +299,17 @@ class ChatMessage(StrictBody):
 
 
 class CompletionBody(GenerationBody):
-    delivers = frozenset({"n", "echo"})
+    delivers = frozenset({"n", "echo", "logprobs"})
 
     prompt: Prompts = Field(description="Text, token ids, or a list of either; not put into a chat template.")
     n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
     echo: bool | None = Field(default=None, description="Put the prompt before its answers.")
+    logprobs: int | None = Field(
+        default=None,
+        ge=0,
+        le=5,
+        description="Log-probability of each token when it was decided, and of so many others.",
+    )
     stop: Annotated[Annotated[list[StopString], Field(max_length=4)] | None, BeforeValidator(_as_list)] = None
     max_tokens: int | None = Field(default=None, ge=1, description="Unset: 16, as OpenAI has it.")
     stream_options: StreamOptions | None = None
@@ -303,9 +322,15 @@ class CompletionBody(GenerationBody):
     def default_max_tokens(self) -> int:
         return 16
 
+    @property
+    def wanted_logprobs(self) -> int | None:
+        if self.logprobs is not None and self.echo:
+            raise invalid("logprobs", "logprobs of an echoed prompt are not supported; leave echo out")
+        return self.logprobs
+
 
 class ChatBody(GenerationBody):
-    delivers = frozenset({"n"})
+    delivers = frozenset({"n", "logprobs", "top_logprobs"})
 
     n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
     messages: list[ChatMessage] = Field(min_length=1)
@@ -313,6 +338,8 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = Field(
         default=None, ge=1, lt=COUNT_LIMIT, description="Newer name of max_tokens; wins over it."
     )
+    logprobs: bool | None = Field(default=None, description="Log-probability of each token when it was decided.")
+    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS, description="Of so many others beside it.")
     stream_options: StreamOptions | None = None
 
     @property
@@ -324,6 +351,12 @@ class ChatBody(GenerationBody):
         if self.max_completion_tokens is not None:
             return "max_completion_tokens", self.max_completion_tokens
         return super().wanted_tokens
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 Body = TypeVar("Body", bound=BaseModel)

@@ -14,6 +14,7 @@ class Transcript:
         self._began = began
         self._clock = clock
         self._texts: list[str] = []
+        self.deltas: list[Delta] = []
         self.token_ids: list[int] = []
         self.nfe = 0
         self.end: Finished | None = None
@@ -35,6 +36,7 @@ class Transcript:
             case Delta():
                 self._first_ms = self._elapsed_ms() if self._first_ms is None else self._first_ms
                 self._texts.append(event.text)
+                self.deltas.append(event)
                 self.token_ids += event.token_ids
                 self.nfe = event.nfe
             case Finished():

@@ -20,8 +20,9 @@ WIRE_VERSION = 1
 COUNT_LIMIT = 2**31
 """Counts are below it: a payload from anywhere must not overflow a worker's integers."""
 MS_LIMIT = 2**41
+MOST_LOGPROBS = 20
 
-_CONSEQUENTIAL = ("embed",)
+_CONSEQUENTIAL = ("embed", "edits", "logprobs")
 """Fields that a worker must know if they are set: without them the answer would be to another question."""
 
 Lane = Literal["rt", "std", "bulk"]
@@ -50,6 +51,30 @@ class Sampling(_Part):
     )
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     seed: int = Field(default=0, ge=0, lt=2**63)
+
+
+class LogitEdits(_Part):
+    """Edits of the logits before anything is drawn from them, in this order: repetition, presence and frequency, bias.
+
+    What counts as produced is what is decided of the answer when a forward begins, in whatever order it was decided.
+    """
+
+    repetition_penalty: float = Field(
+        default=1.0,
+        gt=0.0,
+        le=100.0,
+        description="Divides a positive logit, and multiplies a negative one, of each token that the prompt or the "
+        "answer has (CTRL, arXiv 1909.05858).",
+    )
+    presence_penalty: float = Field(
+        default=0.0, ge=-100.0, le=100.0, description="Taken off the logit of each token that the answer has."
+    )
+    frequency_penalty: float = Field(
+        default=0.0, ge=-100.0, le=100.0, description="Taken off as often as the answer has the token."
+    )
+    logit_bias: tuple[tuple[Annotated[int, Field(ge=0)], float], ...] = Field(
+        default=(), description="(token id, what is added to its logit)."
+    )
 
 
 class Limits(_Part):
@@ -117,6 +142,13 @@ class Generate(_Part):
         description="Classifier-free guidance: logits move by this factor further away from those of a masked prompt. "
         "Above 0 every forward counts double.",
     )
+    edits: LogitEdits | None = None
+    logprobs: int | None = Field(
+        default=None,
+        ge=0,
+        le=MOST_LOGPROBS,
+        description="Report log-probabilities with each block: the token's, and those of so many most probable ones.",
+    )
     preview: Preview | None = None
     lane: Lane = "std"
     user: str | None = Field(default=None, max_length=256)
@@ -132,7 +164,7 @@ class Abort(_Part):
 
 def encode_command(command: Generate, must: tuple[str, ...] = ()) -> bytes:
     """Return the envelope as JSON bytes, what asks for another kind of answer as must-understand."""
-    asked = (name for name in _CONSEQUENTIAL if getattr(command, name))
+    asked = (name for name in _CONSEQUENTIAL if not (getattr(command, name) is None or getattr(command, name) is False))
     must = tuple(dict.fromkeys((*must, *asked)))
     body = command.model_dump(mode="json", exclude_none=True)
     return orjson.dumps({"v": WIRE_VERSION, "kind": "generate", "must": list(must), "body": body})

@@ -40,6 +40,23 @@ def detokenizer_factory(backend: Backend) -> Callable[[bool], Detokenizer]:
     return lambda skip_special: _Bytes(spelling, special if skip_special else nothing)
 
 
+class Speller:
+    """The bytes of single tokens, as they stand within a text."""
+
+    def __init__(self, backend: Backend) -> None:
+        piece = _byte_piece(json.loads(backend.to_str())["decoder"])
+        self._backend = backend
+        self._spelling = None if piece is None else _Spelling(backend, *piece)
+        self.strip = b"" if self._spelling is None else self._spelling.strip
+        """Taken off the very beginning of a text, once."""
+
+    def spell(self, token_id: int) -> bytes:
+        """Return a token's bytes; none for an id without a token."""
+        if self._spelling is not None:
+            return self._spelling[token_id]
+        return self._backend.decode([token_id], skip_special_tokens=False).encode()
+
+
 class _Spelling:
     """The bytes of each token, looked up once."""
 

@@ -72,6 +72,19 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How probable a token was in the forward that decided it: natural logarithms of the model's own distribution.
+
+    That is the one before temperature, penalties, bias and filters. The positions of a block are decided given
+    different canvases, so the sum over an answer is not the logarithm of its probability.
+    """
+
+    logprob: float
+    top: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
+    """(token id, logprob) of the most probable ones, best first."""
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """Durable: one committed block.
 
@@ -88,6 +101,8 @@ class Delta:
     token_ids: list[int]
     text: str
     nfe: int
+    logprobs: list[TokenLogprob] | None = None
+    """One for each of `token_ids`, if the request asked for them."""
     t: Literal["delta"] = "delta"
 
 

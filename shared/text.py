@@ -15,7 +15,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from shared.card import CARD_FILES
-from shared.detokenizer import Detokenizer, detokenizer_factory
+from shared.detokenizer import Detokenizer, Speller, detokenizer_factory
 from shared.template import ChatTemplate, Message, TemplateError
 
 __all__ = ["InvalidText", "InvalidTokenizer", "Message", "TemplateError", "TextStream", "Tokenizer"]
@@ -41,6 +41,7 @@ class Tokenizer:
         self._backend = backend
         self._template = template
         self._new_detokenizer = detokenizer_factory(backend)
+        self.speller = Speller(backend)
         self.special_tokens: dict[str, int] = {
             token.content: number for number, token in backend.get_added_tokens_decoder().items() if token.special
         }

@@ -94,6 +94,8 @@ def _is_plain(row: Row, canvas: Canvas, block: int) -> bool:
         and not (canvas.decoding.stops_last and canvas.stop_token_ids)
         and not is_cut(canvas)
         and (canvas.decoding.confidence == "model" or divisor(canvas.sampling) == 1)
+        and not canvas.edits
+        and canvas.logprobs is None
     )
 
 
@@ -221,6 +223,8 @@ class AheadRunner:
                 decision.tokens[index] = found.tokens[place]
                 decision.confidence[index] = found.confidence[place]
                 decision.failed[index] = found.failed[place]
+                if place in found.logprobs:
+                    decision.logprobs[index] = found.logprobs[place]
 
     # --- the rows on the device
 

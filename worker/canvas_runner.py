@@ -13,6 +13,8 @@ from shared.decoding import Renoise
 from worker.decoding.renoise import CanvasNoise, HashedNoise, is_settled, keep, temperature
 from worker.engine.plan import Canvas, Plan, Row
 from worker.engine.ports import Decision
+from worker.logit_edits import edit_logits
+from worker.logprobs import report
 from worker.models import LoadedModel
 from worker.models.layers import ForwardContext
 from worker.models.spec import kv_shapes
@@ -143,7 +145,9 @@ class CanvasRunner:
             raise TypeError(f"{row.request_id}: a canvas of noise cannot be decoded by {decoding.strategy}")
         logits = self._module.logits(hidden)
         length = len(canvas.masked)
+        own, logits = logits, edit_logits(logits, [canvas] * length)
         if canvas.forbidden:
+            logits = logits.clone()
             logits[:, list(canvas.forbidden)] = float("-inf")
         warmth = torch.full((length,), temperature(decoding, step), dtype=torch.float32, device=self._device)
         best = kernels.token_stats(logits, temperature=warmth, barred=self._barred, entropy=True)
@@ -155,6 +159,9 @@ class CanvasRunner:
         over = canvas.last or step + 1 >= decoding.max_denoising_steps
         if over or is_settled(decoding, best.token, before, best.entropy):
             decision.accepted[index], tokens = [True] * length, best.token
+            if canvas.logprobs is not None:
+                logprobs = report(own, best.token, [canvas] * length, self._barred)
+                decision.logprobs[index] = [logprobs.get(row) for row in range(length)]
         else:
             positions = torch.arange(canvas.start, canvas.start + length, device=self._device)
             sampled = self._noise.sample(logits, self._barred, warmth, seed, positions, step)

@@ -1,7 +1,7 @@
 """From a plan to a decision: the only module that runs a model, and the owner of the KV pages."""
 
 from collections.abc import Sequence as ReadOnly
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import compress
 from typing import TypedDict
 
@@ -12,11 +12,14 @@ import kernels
 from kernels.attention import plan_attention, upload
 from kernels.token_stats import Filters, Noise, Proposals
 from shared.commands import Sampling
+from shared.events import TokenLogprob
 from worker.decoding import decide, needs_entropy, needs_margin
 from worker.decoding.stops_last import rank_without
 from worker.decoding.types import BlockView, Draw, TokenStats, draw_position
 from worker.engine.plan import Canvas, Plan
 from worker.engine.ports import Decision
+from worker.logit_edits import edit_logits
+from worker.logprobs import report
 from worker.models import LoadedModel
 from worker.models.layers import ForwardContext
 from worker.models.spec import NO_MASK, ModelSpec
@@ -128,9 +131,12 @@ class Runner:
     def _rank(self, logits: Tensor, canvases: "_Canvases", start: int, entropy: bool, margin: bool) -> Proposals:
         """Return proposals for the wanted positions from `start` on, by their logits [n, vocab]."""
         draws = self._draws(canvases, start, start + logits.shape[0])
-        found = kernels.token_stats(logits, barred=self.barred, entropy=entropy, margin=margin, **draws)
         owners = canvases.owners[start : start + logits.shape[0]]
         members = [canvases.members[owner] for owner in owners]
+        own, logits = logits, edit_logits(logits, members)
+        found = kernels.token_stats(logits, barred=self.barred, entropy=entropy, margin=margin, **draws)
+        logprobs = report(own, found.token, members, self.barred)
+        canvases.logprobs.update({start + row: logprob for row, logprob in logprobs.items()})
         rows = [i for i, canvas in enumerate(members) if canvas.decoding.stops_last and canvas.stop_token_ids]
         if not rows:
             return found
@@ -241,6 +247,10 @@ class Runner:
             decision.tokens[row] = token[:length]
             decision.confidence[row] = confidence[:length]
             decision.failed[row] = "the model's logits are not finite" if is_broken else None
+        for wanted, logprob in canvases.logprobs.items():
+            member, column = divmod(canvases.places[wanted], canvases.width)
+            row = canvases.rows[member]
+            decision.logprobs.setdefault(row, [None] * len(members[member].masked))[column] = logprob
 
     def _integers(self, values: ReadOnly[int] | ReadOnly[ReadOnly[int]]) -> Tensor:
         return upload(torch.tensor(values, dtype=torch.int64), self._device)
@@ -284,6 +294,8 @@ class _Canvases:
     """Tokens of the ragged batch behind all rows' own, where the guides follow in order of their rows."""
     current: list[tuple[int, ...]]
     """[canvases][block]: tokens on those canvases that have editable positions; else empty."""
+    logprobs: dict[int, TokenLogprob] = field(default_factory=dict[int, TokenLogprob])
+    """Of wanted positions, by index, once they are proposed."""
 
     @classmethod
     def of(cls, plan: Plan) -> "_Canvases":
@@ -361,4 +373,4 @@ def is_cut(canvas: Canvas) -> bool:
 
 
 def _join(parts: list[Proposals]) -> Proposals:
-    return Proposals(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Proposals)))
+    return Proposals(*(torch.cat([getattr(part, column.name) for part in parts]) for column in fields(Proposals)))

@@ -16,6 +16,7 @@ from api.catalog import Catalog, ServedModel
 from api.choices import finish_fields, report_fields, usage_fields
 from api.deps import ServicesDep, json_body
 from api.frames import Frames
+from api.logprobs import LogprobWriter
 from api.openapi import STREAM_RESPONSES, request_body
 from api.requests import Call, to_generate
 from api.schemas import ChatBody, StreamOptions
@@ -66,7 +67,7 @@ async def answer_chat(plan: ChatPlan, bundle: Bundle) -> dict[str, object]:
     transcripts = await bundle.read_to_end()
     content = _head(plan) | {
         "object": "chat.completion",
-        "choices": [_choice(index, transcript) for index, transcript in enumerate(transcripts)],
+        "choices": [_choice(plan, index, transcript) for index, transcript in enumerate(transcripts)],
         "usage": usage_fields(bundle.follows, transcripts, plan.body.choices),
         "service_tier": "default",
     }
@@ -75,10 +76,14 @@ async def answer_chat(plan: ChatPlan, bundle: Bundle) -> dict[str, object]:
     return content
 
 
-def _choice(index: int, transcript: Transcript) -> dict[str, object]:
+def _choice(plan: ChatPlan, index: int, transcript: Transcript) -> dict[str, object]:
     assert transcript.end is not None, "a bundle that was read to its end has seen every end"
     message = {"role": "assistant", "content": transcript.text, "refusal": None}
-    return {"index": index, "message": message, "logprobs": None} | finish_fields(transcript.end)
+    logprobs = None
+    if plan.body.logprobs:
+        writer = LogprobWriter(plan.model.tokenizer)
+        logprobs = writer.chat(writer.of_answer(transcript.deltas, transcript.end))
+    return {"index": index, "message": message, "logprobs": logprobs} | finish_fields(transcript.end)
 
 
 async def stream_chat(plan: ChatPlan, bundle: Bundle) -> AsyncGenerator[bytes]:
@@ -87,6 +92,7 @@ async def stream_chat(plan: ChatPlan, bundle: Bundle) -> AsyncGenerator[bytes]:
     include_usage, every_usage = bool(options.include_usage), bool(options.continuous_usage_stats)
     transcripts = [Transcript.of(follow) for follow in bundle.follows]
     canvases = [_canvas(plan, transcript) for transcript in transcripts]
+    writers = [LogprobWriter(plan.model.tokenizer) for _ in transcripts]
     head = _head(plan) | {"object": "chat.completion.chunk"}
 
     def chunk(choices: list[dict[str, object]], extra: Mapping[str, object] | None = None, last: bool = False) -> bytes:
@@ -109,8 +115,11 @@ async def stream_chat(plan: ChatPlan, bundle: Bundle) -> AsyncGenerator[bytes]:
                 pass
             case Delta():
                 delta, extra = canvases[index].of_delta(event)
-                if delta or extra:
-                    yield chunk([_delta(index, **delta)], extra)
+                told: dict[str, object] = {}
+                if plan.body.logprobs and (tokens := writers[index].of_delta(event)):
+                    told = {"logprobs": writers[index].chat(tokens)}
+                if delta or extra or told:
+                    yield chunk([_delta(index, **delta) | told], extra)
             case Snapshot():
                 delta, extra = canvases[index].of_snapshot(event)
                 yield chunk([_delta(index, **delta)], extra)
@@ -118,7 +127,10 @@ async def stream_chat(plan: ChatPlan, bundle: Bundle) -> AsyncGenerator[bytes]:
                 extra = {}
                 if plan.body.diffusion and plan.body.diffusion.report:
                     extra = {"diffusion": report_fields(transcripts[index], plan.model)}
-                yield chunk([_delta(index) | finish_fields(event)], extra)
+                told = {}
+                if plan.body.logprobs and (tokens := writers[index].of_end(event)):
+                    told = {"logprobs": writers[index].chat(tokens)}
+                yield chunk([_delta(index) | told | finish_fields(event)], extra)
             case _:
                 assert_never(event)
     if include_usage:

@@ -16,6 +16,7 @@ from api.choices import finish_fields, report_fields, usage_fields
 from api.deps import ServicesDep, json_body
 from api.errors import ApiError
 from api.frames import Frames
+from api.logprobs import LogprobWriter
 from api.openapi import STREAM_RESPONSES, request_body
 from api.requests import Call, to_generate
 from api.schemas import CompletionBody, StreamOptions
@@ -73,7 +74,11 @@ async def answer_completion(plan: CompletionPlan, bundle: Bundle) -> dict[str, o
     choices: list[dict[str, object]] = []
     for index, (echo, transcript) in enumerate(zip(plan.echoes, transcripts, strict=True)):
         assert transcript.end is not None, "a bundle that was read to its end has seen every end"
-        choices.append(_choice(index, echo + transcript.text) | finish_fields(transcript.end))
+        told: dict[str, object] = {}
+        if plan.body.logprobs is not None:
+            writer = LogprobWriter(plan.model.tokenizer)
+            told = {"logprobs": writer.completion(writer.of_answer(transcript.deltas, transcript.end))}
+        choices.append(_choice(index, echo + transcript.text) | told | finish_fields(transcript.end))
     usage = usage_fields(bundle.follows, transcripts, plan.body.choices)
     content = _head(plan) | {"choices": choices, "usage": usage}
     if plan.body.diffusion and plan.body.diffusion.report:
@@ -89,6 +94,7 @@ async def stream_completion(plan: CompletionPlan, bundle: Bundle) -> AsyncGenera
     detail = plan.body.diffusion.frame_detail if plan.body.diffusion else None
     framed = plan.body.canvas_stream != "append"
     frames = [Frames(plan.model.tokenizer, detail or "tokens") for _ in transcripts]
+    writers = [LogprobWriter(plan.model.tokenizer) for _ in transcripts]
     head = _head(plan)
 
     def chunk(choices: list[dict[str, object]], extra: Mapping[str, object] | None = None, last: bool = False) -> bytes:
@@ -112,12 +118,18 @@ async def stream_completion(plan: CompletionPlan, bundle: Bundle) -> AsyncGenera
                 pass
             case Delta():
                 extra = {"diffusion": frames[index].of_commit(event)} if framed else {}
-                if event.text or extra:
-                    yield chunk([_choice(index, event.text)], extra)
+                told: dict[str, object] = {}
+                if plan.body.logprobs is not None and (tokens := writers[index].of_delta(event)):
+                    told = {"logprobs": writers[index].completion(tokens)}
+                if event.text or extra or told:
+                    yield chunk([_choice(index, event.text) | told], extra)
             case Snapshot():
                 yield chunk([_choice(index, "")], {"diffusion": frames[index].of_snapshot(event)})
             case Finished():
-                yield chunk([_choice(index, "") | finish_fields(event)])
+                told = {}
+                if plan.body.logprobs is not None and (tokens := writers[index].of_end(event)):
+                    told = {"logprobs": writers[index].completion(tokens)}
+                yield chunk([_choice(index, "") | told | finish_fields(event)])
             case _:
                 assert_never(event)
     if include_usage:

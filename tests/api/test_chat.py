@@ -129,15 +129,11 @@ async def test_a_late_failure_is_a_nested_error_before_done(caller: Caller, flee
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("logprobs", True),
-        ("top_logprobs", 3),
+        ("prompt_logprobs", 3),
         ("tools", [{"type": "function"}]),
         ("tool_choice", "required"),
         ("functions", [{}]),
         ("response_format", {"type": "json_object"}),
-        ("logit_bias", {"5": 1}),
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", -1),
         ("audio", {}),
     ],
 )

@@ -147,9 +147,19 @@ def test_c08_a_suffix_is_filled_up_to(client: OpenAI) -> None:
     assert client.completions.create(model=MODEL, prompt="def f(", suffix="return x", max_tokens=8).choices[0].text
 
 
-@pytest.mark.xfail(strict=True, reason="logprobs: workers do not report confidences of candidates yet")
 def test_c08_completions_have_logprobs(client: OpenAI) -> None:
-    assert client.completions.create(model=MODEL, prompt="x", logprobs=2, max_tokens=4).choices[0].logprobs
+    options: Any = {"model": MODEL, "prompt": "Once upon a time", "seed": 1, "max_tokens": 40, "logprobs": 2}
+    (choice,) = client.completions.create(**options).choices
+    told = choice.logprobs
+    assert told and told.tokens and told.token_logprobs and told.top_logprobs and told.text_offset
+    assert len(told.tokens) == len(told.token_logprobs) == len(told.top_logprobs) == len(told.text_offset)
+    for offset, token in zip(told.text_offset, told.tokens, strict=True):
+        assert token.startswith("bytes:") or choice.text[offset:].startswith(token)
+    assert all(-9999.0 <= value <= 0.0 for value in told.token_logprobs)
+    assert all(len(tops) == 2 for tops in told.top_logprobs)
+    streamed = list(client.completions.create(stream=True, **options))
+    parts = [chunk.choices[0].logprobs for chunk in streamed if chunk.choices[0].logprobs]
+    assert [token for part in parts for token in part.tokens or []] == told.tokens
 
 
 def test_c09_a_stop_string_ends_the_text_wherever_it_lies(client: OpenAI) -> None:
@@ -288,10 +298,38 @@ def test_c16_a_required_tool_is_called(client: OpenAI) -> None:
     assert answer.choices[0].message.tool_calls
 
 
-@pytest.mark.xfail(strict=True, reason="logprobs: workers do not report confidences of candidates yet")
 def test_c17_logprobs_join_to_the_text(client: OpenAI) -> None:
-    answer = client.chat.completions.create(model=MODEL, messages=ASK, logprobs=True, top_logprobs=3)
-    assert answer.choices[0].logprobs
+    options: Any = {"model": MODEL, "seed": 1, "logprobs": True, "top_logprobs": 20, "temperature": 0.0}
+    for messages in (ASK, STORY):
+        choice = client.chat.completions.create(messages=messages, **options).choices[0]
+        assert choice.logprobs and choice.logprobs.content
+        content = choice.logprobs.content
+        assert b"".join(bytes(entry.bytes or []) for entry in content).decode() == choice.message.content
+        for entry in content:
+            assert len(entry.top_logprobs) == 20 and entry.token == entry.top_logprobs[0].token
+            assert all(-9999.0 <= told.logprob <= 0.0 for told in (entry, *entry.top_logprobs))
+        streamed = list(client.chat.completions.create(messages=messages, stream=True, **options))
+        parts = [chunk.choices[0].logprobs for chunk in streamed if chunk.choices[0].logprobs]
+        assert [entry for part in parts for entry in part.content or []] == content
+    stop = (choice.message.content or "")[20:23]
+    cut = client.chat.completions.create(messages=STORY, stop=stop, **options).choices[0]
+    assert cut.logprobs and cut.logprobs.content
+    spelled = b"".join(bytes(entry.bytes or []) for entry in cut.logprobs.content).decode()
+    assert cut.message.content and spelled.startswith(cut.message.content)
+    assert not spelled.removesuffix(cut.logprobs.content[-1].token).startswith(cut.message.content)
+    assert client.chat.completions.create(model=MODEL, messages=ASK, logprobs=False).choices[0].logprobs is None
+
+
+def test_penalties_and_biases_act(client: OpenAI, http: httpx.Client) -> None:
+    options: Any = {"model": MODEL, "messages": STORY, "temperature": 0.0, "max_tokens": 60}
+    (token,) = http.post("/tokenize", json={"model": MODEL, "prompt": "a"}).json()["tokens"][-1:]
+    forced = client.chat.completions.create(logit_bias={str(token): 100}, **options).choices[0].message.content or ""
+    assert set(forced) <= {"a", " "}
+    plain = client.chat.completions.create(**options).choices[0].message.content
+    repeated = client.chat.completions.create(extra_body={"repetition_penalty": 10.0}, **options)
+    assert repeated.choices[0].message.content != plain
+    least = client.chat.completions.create(frequency_penalty=2.0, presence_penalty=2.0, **options)
+    assert least.choices[0].message.content
 
 
 def test_c18_a_seed_gives_one_text_alone_and_among_others(client: OpenAI) -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.commands import Generate, Limits, Preview, Sampling
+from shared.commands import Generate, Limits, LogitEdits, Preview, Sampling
 from shared.decoding import Decoding, Factor, LowConfidenceDynamic, LowConfidenceStatic, Sequential, Threshold
 from shared.events import Delta, Failed, Finished
 from tests.fleet.models import BLOCK_LENGTH, VOCAB, write_tiny_model
@@ -89,6 +89,8 @@ def a_request(number: int, draw: random.Random, decoding: Decoding | None = None
         decoding=decoding or draw.choice(kinds),
         block_length=draw.choice([None, None, None, None, 8]) if decoding is None else None,
         preview=draw.choice([None, Preview()]),
+        edits=draw.choice([None, None, None, LogitEdits(presence_penalty=1.5, logit_bias=((20, 1.0),))]),
+        logprobs=draw.choice([None, None, None, 2]),
     )
 
 

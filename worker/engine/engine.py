@@ -120,7 +120,12 @@ class Engine:
     def _refusal(self, sequence: Sequence) -> tuple[FailCode, str, str | None] | None:
         """Return why the request can never run, before it takes anything."""
         spec, request = self._spec, sequence.request
-        for param, token_ids in (("prompt", request.prompt), ("stop_token_ids", request.limits.stop_token_ids)):
+        biased = tuple(token for token, _ in request.edits.logit_bias) if request.edits else ()
+        for param, token_ids in (
+            ("prompt", request.prompt),
+            ("stop_token_ids", request.limits.stop_token_ids),
+            ("logit_bias", biased),
+        ):
             if not all(0 <= token < spec.vocab_size for token in token_ids):
                 return "invalid_request", f"token ids must be in [0, {spec.vocab_size})", param
         if request.embed and spec.commit is Commit.ENCODED:
@@ -158,7 +163,8 @@ class Engine:
         if failure is not None:
             self._fail(sequence, "nan", failure, events)
             return
-        sequence.apply(canvas, decision.accepted[index], decision.tokens[index], decision.confidence[index])
+        logprobs = decision.logprobs.get(index, ())
+        sequence.apply(canvas, decision.accepted[index], decision.tokens[index], decision.confidence[index], logprobs)
         if sequence.idle_steps > sequence.patience:
             # A strategy that accepts nothing would run for ever.
             self._fail(sequence, "internal", "the decoding strategy made no progress", events)

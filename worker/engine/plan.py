@@ -11,6 +11,9 @@ from shared.commands import Sampling
 from shared.decoding import Decoding
 from worker.models.spec import Attention
 
+Edit = tuple[int, float, float]
+"""(token id, divisor, shift): its logit z becomes z / divisor where positive, z * divisor elsewhere, plus the shift."""
+
 
 @dataclass(frozen=True, slots=True)
 class Canvas:
@@ -47,6 +50,9 @@ class Canvas:
     """First position that the request does not want, in this block or a later one."""
     before: tuple[int, ...] = ()
     """Tokens of the block before; empty where there is none."""
+    edits: tuple[Edit, ...] = ()
+    logprobs: int | None = None
+    """Report log-probabilities, and so many most probable tokens beside."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from shared.commands import Generate
-from shared.events import Event
+from shared.events import Event, TokenLogprob
 from worker.engine.plan import Plan
 
 
@@ -90,6 +90,8 @@ class Decision:
     postponed: dict[int, int | None] = field(default_factory=dict[int, int | None])
     """Rows with a canvas that are not decided by this step and have to be asked for again, each with the position up to
     which its keys have been written; None: nothing has been run for it."""
+    logprobs: dict[int, list[TokenLogprob | None]] = field(default_factory=dict[int, list[TokenLogprob | None]])
+    """Row to [block]: of the proposals, for rows that ask for them."""
 
 
 class DeviceFull(Exception):

@@ -6,8 +6,9 @@ from typing import assert_never
 
 from shared.commands import Generate
 from shared.decoding import Decoding, JointThreshold, Renoise, SubBlock, Timed
-from shared.events import Delta, FailCode, Failed, FinishDetail, Finished, Snapshot, Usage
-from worker.engine.plan import Canvas, Guide, Row, near_view, visible_ends
+from shared.events import Delta, FailCode, Failed, FinishDetail, Finished, Snapshot, TokenLogprob, Usage
+from worker.engine.penalties import edits_of
+from worker.engine.plan import Canvas, Edit, Guide, Row, near_view, visible_ends
 from worker.engine.ports import Arrival, TextDecoder
 from worker.engine.prefix import extend_keys, share_unit
 from worker.engine.stopping import Stop, first_of, reason_of, repetition_run
@@ -60,6 +61,8 @@ class Sequence:
     """Keys of its first pages; see `worker.engine.prefix`."""
     shared: int = 0
     """Pages from the first on that others can find."""
+    logprobs: dict[int, TokenLogprob] = field(default_factory=dict[int, TokenLogprob])
+    """Of decided positions that are not published yet, if the request asks for them."""
     pending_text: str = ""
     edited: int = 0
     """Decided positions that the last forward revised."""
@@ -308,6 +311,8 @@ class Sequence:
             forbidden=self._forbidden,
             limit=self.limit,
             before=tuple(self.tokens[max(0, self.block_start - self.block_length) : self.block_start]),
+            edits=self._edits,
+            logprobs=self.request.logprobs,
         )
 
     def _seed_canvas(self) -> Canvas:
@@ -323,6 +328,8 @@ class Sequence:
             seed=True,
             undecided_at_first=1,
             forbidden=self._forbidden,
+            edits=self._edits,
+            logprobs=self.request.logprobs,
         )
 
     @property
@@ -344,6 +351,13 @@ class Sequence:
         return tuple(sorted(self.stop_ids)) if too_early else ()
 
     @property
+    def _edits(self) -> tuple[Edit, ...]:
+        if self.request.edits is None:
+            return ()
+        decided = (self.tokens[p] for p in range(self.prompt_length, self.block_end) if not self._is_open(p))
+        return edits_of(self.request.edits, self.request.prompt, decided)
+
+    @property
     def _known(self) -> int:
         """End of the contiguous decided prefix; unlike `settled` it may lie behind a stop."""
         return self.block_start + next((i for i, masked in enumerate(self.masked) if masked), len(self.masked))
@@ -356,7 +370,12 @@ class Sequence:
         self.cached = end
 
     def apply(
-        self, canvas: Canvas, accepted: ReadOnly[bool], tokens: ReadOnly[int], confidence: ReadOnly[float]
+        self,
+        canvas: Canvas,
+        accepted: ReadOnly[bool],
+        tokens: ReadOnly[int],
+        confidence: ReadOnly[float],
+        logprobs: ReadOnly[TokenLogprob | None] = (),
     ) -> None:
         """Write one step's decision on the canvas; [block length] each."""
         self._advance_cache(canvas)
@@ -380,6 +399,8 @@ class Sequence:
             else:
                 continue
             self.tokens[position], self.confidence[index] = tokens[index], confidence[index]
+            if logprobs and (logprob := logprobs[index]) is not None:
+                self.logprobs[position] = logprob
         self.idle_steps = 0 if taken or not any(canvas.masked) else self.idle_steps + 1
         if self.decoding.filler_rules:
             self._close()
@@ -457,6 +478,10 @@ class Sequence:
         if ending is not None:
             text += self.text.flush()
         offset, token_ids = self.published - self.prompt_length, self.tokens[self.published : end]
+        logprobs = None
+        if self.request.logprobs is not None:
+            logprobs = [self.logprobs.get(position, TokenLogprob(0.0)) for position in range(self.published, end)]
+            self.logprobs.clear()
         self.published = end
         block, self.block = self.block, self.block + 1
         if not token_ids and not text:
@@ -471,6 +496,7 @@ class Sequence:
             token_ids=token_ids,
             text=text,
             nfe=self.nfe,
+            logprobs=logprobs,
         )
 
     def enter_next_block(self) -> None:
