@@ -189,7 +189,7 @@ class StepGraphs:
         warmth = torch.where(warmth == 0, 1.0, warmth)
 
         def spread(values: Tensor) -> Tensor:
-            return values[:, None].expand(-1, self.layout.block).reshape(count)
+            return values[:, None].expand(-1, self.layout.block).reshape(count).contiguous()
 
         noise = Noise(
             rows=self._each[:count],

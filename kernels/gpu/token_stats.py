@@ -57,6 +57,8 @@ def _propose(
     rows, vocab = logits.shape
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
+    if temperature is not None:
+        temperature = temperature.contiguous()
     device = logits.device
 
     numbers = torch.empty((3, rows), dtype=torch.float32, device=device)
