@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from shared.constraints import Constraint
 from shared.decoding import Decoding
 
 WIRE_VERSION = 1
@@ -22,7 +23,7 @@ COUNT_LIMIT = 2**31
 MS_LIMIT = 2**41
 MOST_LOGPROBS = 20
 
-_CONSEQUENTIAL = ("embed", "edits", "logprobs")
+_CONSEQUENTIAL = ("embed", "edits", "logprobs", "constraint")
 """Fields that a worker must know if they are set: without them the answer would be to another question."""
 
 Lane = Literal["rt", "std", "bulk"]
@@ -148,6 +149,9 @@ class Generate(_Part):
         ge=0,
         le=MOST_LOGPROBS,
         description="Report log-probabilities with each block: the token's, and those of so many most probable ones.",
+    )
+    constraint: Constraint | None = Field(
+        default=None, description="What the output must be; a worker that cannot follow it hands the request back."
     )
     preview: Preview | None = None
     lane: Lane = "std"

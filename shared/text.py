@@ -79,6 +79,10 @@ class Tokenizer:
     def has_template(self) -> bool:
         return self._template is not None
 
+    def to_json(self) -> str:
+        """Return the content of a tokenizer.json, tokens that only tokenizer_config.json knows included."""
+        return self._backend.to_str()
+
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Return the ids of a raw prompt; special tokens spelled out in it count as such.
 

@@ -9,6 +9,7 @@ import torch
 from shared.card import CARD_FILES, ModelCard
 from shared.commands import Generate
 from shared.text import InvalidTokenizer, TextStream, Tokenizer
+from worker.constraints import Guards
 from worker.device import Placement, free_memory, guarded, place
 from worker.engine.engine import Engine
 from worker.engine.ports import Resume
@@ -67,7 +68,7 @@ def assemble(settings: WorkerSettings) -> Assembly:
     def make_text(request: Generate, resume: Resume) -> TextStream:
         return TextStream(tokenizer, request.limits.stop, resume.text_length)
 
-    engine = Engine(spec, cache, limits, guarded(runner), make_text)
+    engine = Engine(spec, cache, limits, guarded(runner), make_text, Guards(tokenizer, spec))
     card = card_of(
         settings.served_name,
         settings.folder,
@@ -119,7 +120,7 @@ def card_of(
         fixed_block_length=spec.fixed_block_length,
         decoding=spec.decoding.model_dump(mode="json"),
         temperature=spec.temperature,
-        capabilities=("generate", "chat") if tokenizer.has_template else ("generate",),
+        capabilities=_capabilities(spec, tokenizer),
         stop_token_ids=spec.stop_token_ids,
         mask_token_id=spec.mask_token_id,
         vocab_size=spec.vocab_size,
@@ -128,3 +129,8 @@ def card_of(
         embedding_size=0 if spec.commit is Commit.ENCODED else spec.hidden_size,
         files={name: (folder / name).read_bytes() for name in CARD_FILES if (folder / name).is_file()},
     )
+
+
+def _capabilities(spec: ModelSpec, tokenizer: Tokenizer) -> tuple[str, ...]:
+    told = {"generate": True, "chat": tokenizer.has_template, "constraints": spec.commit is not Commit.ENCODED}
+    return tuple(name for name, has in told.items() if has)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from shared.commands import Generate, Limits, Preview, Sampling
+from shared.constraints import Constraint
 from shared.decoding import Decoding
 from shared.events import Delta, Event, Failed, FinishDetail, Finished, FinishReason, Usage, is_terminal
 from shared.keys import new_request_id
@@ -96,12 +97,18 @@ class EngineLoop:
         limits: Limits | None = None,
         decoding: Decoding | None = None,
         block_length: int | None = None,
+        constraint: Constraint | None = None,
     ) -> Generated:
         """Return the finished result; raises `GenerationFailed`, `LoopStopped`, `InvalidText`."""
         text: list[str] = []
         token_ids: list[int] = []
         stream = self.generate_stream(
-            prompt, sampling=sampling, limits=limits, decoding=decoding, block_length=block_length
+            prompt,
+            sampling=sampling,
+            limits=limits,
+            decoding=decoding,
+            block_length=block_length,
+            constraint=constraint,
         )
         async for event in stream:
             match event:
@@ -125,6 +132,7 @@ class EngineLoop:
         decoding: Decoding | None = None,
         block_length: int | None = None,
         preview: Preview | None = None,
+        constraint: Constraint | None = None,
     ) -> AsyncGenerator[Event]:
         """Yield `Delta` and, if `preview` is given, `Snapshot` events, and one `Finished` or `Failed` at the end.
 
@@ -142,6 +150,7 @@ class EngineLoop:
             decoding=decoding,
             block_length=block_length,
             preview=preview,
+            constraint=constraint,
         )
         events: asyncio.Queue[Event | None] = asyncio.Queue()
         self._listeners[request.id] = events

@@ -13,6 +13,7 @@ from kernels.attention import plan_attention, upload
 from kernels.token_stats import Filters, Noise, Proposals
 from shared.commands import Sampling
 from shared.events import TokenLogprob
+from worker.constraints.filling import Filling
 from worker.decoding import decide, needs_entropy, needs_margin
 from worker.decoding.stops_last import rank_without
 from worker.decoding.types import BlockView, Draw, TokenStats, draw_position
@@ -134,6 +135,7 @@ class Runner:
         owners = canvases.owners[start : start + logits.shape[0]]
         members = [canvases.members[owner] for owner in owners]
         own, logits = logits, edit_logits(logits, members)
+        canvases.keep(owners, logits, own)
         found = kernels.token_stats(logits, barred=self.barred, entropy=entropy, margin=margin, **draws)
         logprobs = report(own, found.token, members, self.barred)
         canvases.logprobs.update({start + row: logprob for row, logprob in logprobs.items()})
@@ -238,11 +240,17 @@ class Runner:
         last = None
         if any(canvas.last for canvas in members):
             last = torch.tensor([canvas.last for canvas in members], device=self._device)
+        filling = Filling.of(canvases.guarded_members, canvases.kept, stats, self.barred)
+        filling.replace(stats, view)
         accepted = decide(stats, view, [canvas.decoding for canvas in members], last, self.filler_ids, self._draw)
         broken = (looked_at & ~spread(proposals.finite)).any(-1)
         columns = (accepted.tolist(), stats.token.tolist(), stats.confidence.tolist(), broken.tolist())
-        for row, canvas, take, token, confidence, is_broken in zip(canvases.rows, members, *columns, strict=True):
+        listed = zip(canvases.rows, members, *columns, strict=True)
+        for number, (row, canvas, take, token, confidence, is_broken) in enumerate(listed):
             length = len(canvas.masked)
+            take = filling.settle(number, take)
+            if number in filling.faults:
+                decision.dead_ends[row] = filling.faults[number]
             decision.accepted[row] = [False] * length if is_broken else take[:length]
             decision.tokens[row] = token[:length]
             decision.confidence[row] = confidence[:length]
@@ -251,6 +259,7 @@ class Runner:
             member, column = divmod(canvases.places[wanted], canvases.width)
             row = canvases.rows[member]
             decision.logprobs.setdefault(row, [None] * len(members[member].masked))[column] = logprob
+        decision.logprobs.update({canvases.rows[number]: told for number, told in filling.logprobs.items()})
 
     def _integers(self, values: ReadOnly[int] | ReadOnly[ReadOnly[int]]) -> Tensor:
         return upload(torch.tensor(values, dtype=torch.int64), self._device)
@@ -296,6 +305,18 @@ class _Canvases:
     """[canvases][block]: tokens on those canvases that have editable positions; else empty."""
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict[int, TokenLogprob])
     """Of wanted positions, by index, once they are proposed."""
+    kept: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict[int, list[tuple[Tensor, Tensor]]])
+    """Logits [wanted, vocab] of each guarded canvas, in parts; edited ones, and the model's own."""
+
+    @property
+    def guarded_members(self) -> dict[int, Canvas]:
+        return {number: canvas for number, canvas in enumerate(self.members) if canvas.guarded is not None}
+
+    def keep(self, owners: ReadOnly[int], logits: Tensor, own: Tensor) -> None:
+        """Keep the logits [n, vocab] of the positions of guarded canvases; `owners` [n] tells whose they are."""
+        for number in sorted(set(owners).intersection(self.guarded_members)):
+            first, count = owners.index(number), owners.count(number)
+            self.kept.setdefault(number, []).append((logits[first : first + count], own[first : first + count]))
 
     @classmethod
     def of(cls, plan: Plan) -> "_Canvases":

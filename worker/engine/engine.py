@@ -1,35 +1,52 @@
 """One step of continuous-batched block diffusion, in order. No clock, no I/O, one thread."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 
 from shared.commands import Generate
 from shared.decoding import Renoise
 from shared.events import Event, FailCode
 from worker.engine.embedding import Embedding
-from worker.engine.plan import Canvas, Plan
+from worker.engine.plan import Canvas, DeadEnd, Guard, Plan
 from worker.engine.ports import Arrival, Decision, DeviceFull, Forward, Inbox, Load, Outbox, Resume, TextDecoder
 from worker.engine.scheduler import BatchLimits, CacheShape, Scheduler
 from worker.engine.sequence import Sequence
 from worker.models.spec import Commit, ModelSpec
 
 MakeText = Callable[[Generate, Resume], TextDecoder]
+MakeGuard = Callable[[Generate], Guard | None]
+"""Raises `ValueError` for a constraint that cannot be followed; None without a constraint."""
+
+
+def no_guard(request: Generate) -> None:
+    """The guard of a worker that follows no constraint."""
+    if request.constraint is not None:
+        raise ValueError("this worker follows no constraint")
 
 
 class Engine:
     """Turns commands into events, one forward a step.
 
     `forward` runs a plan on the device; `make_text` builds the text decoder of a request (stop strings, characters
-    already published). Every arrival ends in exactly one of: a terminal event, a hand-back, a drop.
+    already published), `make_guard` what keeps it to its constraint. Every arrival ends in exactly one of: a terminal
+    event, a hand-back, a drop.
     """
 
     def __init__(
-        self, spec: ModelSpec, cache: CacheShape, limits: BatchLimits, forward: Forward, make_text: MakeText
+        self,
+        spec: ModelSpec,
+        cache: CacheShape,
+        limits: BatchLimits,
+        forward: Forward,
+        make_text: MakeText,
+        make_guard: MakeGuard = no_guard,
     ) -> None:
         self._spec = spec
         self._scheduler = Scheduler(cache, limits)
         self._forward = forward
         self._make_text = make_text
+        self._make_guard = make_guard
         self._order = count()
         self._steps = 0
         self._handing_back = False
@@ -106,11 +123,18 @@ class Engine:
         request = arrival.request
         text = self._make_text(request, arrival.resume)
         kind = Embedding if request.embed else Sequence
-        sequence = kind.arrive(arrival, next(self._order), self._spec, text)
-        refusal = self._refusal(sequence)
+        order = next(self._order)
+        try:
+            guard = None if request.embed else self._make_guard(request)
+            sequence = kind.arrive(arrival, order, self._spec, text, guard)
+            refusal = self._refusal(sequence)
+        except (ValueError, DeadEnd) as error:
+            free = replace(arrival, request=request.model_copy(update={"constraint": None}))
+            sequence = Sequence.arrive(free, order, self._spec, text)
+            refusal = "unsupported", str(error), "constraint"
         if refusal is not None:
             events.append(sequence.failed(*refusal))
-        elif sequence.published >= sequence.limit and not request.embed:
+        elif (sequence.published >= sequence.limit and not request.embed) or sequence.stop is not None:
             # The former owner committed the last block and died before it could say so.
             ending = sequence.ending() or "max_tokens"
             events.append(sequence.finished(ending))
@@ -137,6 +161,8 @@ class Engine:
             return "unsupported", f"this model decodes blocks of {spec.block_length}", "block_length"
         if isinstance(sequence.decoding, Renoise) != isinstance(spec.decoding, Renoise):
             return "unsupported", f"this model does not decode by {sequence.decoding.strategy}", "decoding"
+        if sequence.guard is not None and isinstance(spec.decoding, Renoise):
+            return "unsupported", "this model decides a whole canvas at once and cannot follow a grammar", "constraint"
         if self._scheduler.block_too_long(sequence):
             largest = self._scheduler.limits.largest_block // sequence.copies
             message = f"block_length is {sequence.block_length}; this model takes {largest} at most"
@@ -164,7 +190,15 @@ class Engine:
             self._fail(sequence, "nan", failure, events)
             return
         logprobs = decision.logprobs.get(index, ())
-        sequence.apply(canvas, decision.accepted[index], decision.tokens[index], decision.confidence[index], logprobs)
+        if index in decision.dead_ends:
+            self._fail(sequence, "unsupported", decision.dead_ends[index], events)
+            return
+        accepted, tokens, confidence = decision.accepted[index], decision.tokens[index], decision.confidence[index]
+        try:
+            sequence.apply(canvas, accepted, tokens, confidence, logprobs)
+        except DeadEnd as error:
+            self._fail(sequence, "unsupported", str(error), events)
+            return
         if sequence.idle_steps > sequence.patience:
             # A strategy that accepts nothing would run for ever.
             self._fail(sequence, "internal", "the decoding strategy made no progress", events)
@@ -188,6 +222,9 @@ class Engine:
 
     def _commit(self, sequence: Sequence, events: list[Event]) -> None:
         ending = sequence.ending()
+        if ending == "stop_token" and sequence.guard is not None and not sequence.guard.accepts:
+            self._fail(sequence, "internal", "the text has ended before it was whole", events)
+            return
         delta = sequence.commit(ending)
         if delta is not None:
             events.append(delta)

@@ -6,6 +6,7 @@ to all positions before that end. The keys and values of the query range are wri
 
 from collections.abc import Sequence as ReadOnly
 from dataclasses import dataclass
+from typing import Protocol
 
 from shared.commands import Sampling
 from shared.decoding import Decoding
@@ -13,6 +14,89 @@ from worker.models.spec import Attention
 
 Edit = tuple[int, float, float]
 """(token id, divisor, shift): its logit z becomes z / divisor where positive, z * divisor elsewhere, plus the shift."""
+
+UNDECIDED = -1
+
+
+class Scores(Protocol):
+    """What the model says of the undecided positions of one canvas, for whoever fills it by other rules.
+
+    Positions are indexes of the canvas; only wanted ones have scores.
+    """
+
+    def best(self, index: int) -> int:
+        """Return the token that the model proposes without any rule."""
+        ...
+
+    def best_of(self, index: int, allowed: bytes) -> tuple[int, float] | None:
+        """Return the token that it proposes among the allowed, and that token's share of their probability.
+
+        allowed has a byte for each token id, 0 for those that may not come; None if there is none that may.
+        """
+        ...
+
+    def share(self, index: int, token_id: int, allowed: bytes) -> float:
+        """Return the token's share of the probability of the allowed ones."""
+        ...
+
+    def probability(self, index: int, token_id: int) -> float:
+        """Return the model's own probability of the token."""
+        ...
+
+
+@dataclass(slots=True)
+class Fill:
+    """Proposals that may be accepted together, in any selection: there is a valid text that holds all of them."""
+
+    tokens: list[int]
+    """[block]"""
+    confidence: list[float]
+    """[block]"""
+    open: list[bool]
+    """[block]: wanted positions that may be accepted."""
+    end: int | None = None
+    """Where the text ends by a stop token; it may be accepted if nothing before it is left undecided."""
+
+
+class Guard(Protocol):
+    """Keeps one request's text to its constraint; see `worker.constraints`."""
+
+    @property
+    def accepts(self) -> bool:
+        """The text so far is whole: it may end here."""
+        ...
+
+    @property
+    def finished(self) -> bool:
+        """The text is whole, and nothing may follow it."""
+        ...
+
+    def push(self, token_id: int) -> None:
+        """The next position is decided."""
+        ...
+
+    def fill(self, canvas: "Guarded", wanted: ReadOnly[bool], scores: Scores) -> Fill:
+        """Propose tokens for the wanted positions of a block; raises `DeadEnd`."""
+        ...
+
+
+class DeadEnd(Exception):
+    """No token of the vocabulary can follow, or the grammar costs more than it may."""
+
+
+@dataclass(frozen=True, slots=True)
+class Guarded:
+    """What a guard must know of a canvas."""
+
+    guard: Guard
+    frontier: int
+    """Index of the first position that has not been pushed."""
+    tokens: tuple[int, ...]
+    """[block length]: `UNDECIDED` where masked."""
+    room: int
+    """Positions that the request may still produce, from the frontier on."""
+    may_stop: bool
+    """False while the request's least number of tokens is not reached; a whole text ends all the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +137,8 @@ class Canvas:
     edits: tuple[Edit, ...] = ()
     logprobs: int | None = None
     """Report log-probabilities, and so many most probable tokens beside."""
+    guarded: Guarded | None = None
+    """Proposals come from the request's guard."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,6 +87,8 @@ class Decision:
     """[rows]: why a row cannot be decided (NaN in its logits), or None."""
     pooled: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
     """[hidden] for each pooled row of the plan."""
+    dead_ends: dict[int, str] = field(default_factory=dict[int, str])
+    """Rows whose constraint leaves no token, with the reason."""
     postponed: dict[int, int | None] = field(default_factory=dict[int, int | None])
     """Rows with a canvas that are not decided by this step and have to be asked for again, each with the position up to
     which its keys have been written; None: nothing has been run for it."""

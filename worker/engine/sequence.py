@@ -8,7 +8,7 @@ from shared.commands import Generate
 from shared.decoding import Decoding, JointThreshold, Renoise, SubBlock, Timed
 from shared.events import Delta, FailCode, Failed, FinishDetail, Finished, Snapshot, TokenLogprob, Usage
 from worker.engine.penalties import edits_of
-from worker.engine.plan import Canvas, Edit, Guide, Row, near_view, visible_ends
+from worker.engine.plan import UNDECIDED, Canvas, Edit, Guard, Guarded, Guide, Row, near_view, visible_ends
 from worker.engine.ports import Arrival, TextDecoder
 from worker.engine.prefix import extend_keys, share_unit
 from worker.engine.stopping import Stop, first_of, reason_of, repetition_run
@@ -52,6 +52,7 @@ class Sequence:
     seq: int
     block: int
     nfe: int
+    guard: Guard | None = None
     step: int = 0
     cached: int = 0
     """Positions whose keys and values in the pages are final."""
@@ -81,7 +82,9 @@ class Sequence:
     # --- construction
 
     @classmethod
-    def arrive(cls, arrival: Arrival, order: int, spec: ModelSpec, text: TextDecoder) -> "Sequence":
+    def arrive(
+        cls, arrival: Arrival, order: int, spec: ModelSpec, text: TextDecoder, guard: Guard | None = None
+    ) -> "Sequence":
         """Rebuild the state at the last committed block boundary."""
         request, resume = arrival.request, arrival.resume
         limits = request.limits
@@ -115,7 +118,13 @@ class Sequence:
             seq=resume.seq,
             block=resume.block,
             nfe=resume.nfe,
+            guard=guard,
         )
+        if guard is not None:
+            for token in resume.token_ids:
+                guard.push(token)
+            if guard.finished:
+                sequence.stop = Stop(produced, "stop_token")
         # Text that the former owner held back (half a character, half a stop string) becomes pending again.
         sequence.pending_text = text.push(resume.token_ids) if resume.token_ids else ""
         sequence._open(produced)
@@ -294,7 +303,7 @@ class Sequence:
             first = next((index for index, masked in enumerate(wanted) if masked), 0)
             last, wanted = True, tuple(index == first for index in range(len(wanted)))
         editable: tuple[bool, ...] = ()
-        if isinstance(self.decoding, JointThreshold):
+        if isinstance(self.decoding, JointThreshold) and self.guard is None:
             first = max(self.prompt_length - self.block_start, 0)
             editable = tuple(index >= first and not masked for index, masked in enumerate(self.masked))
         return Canvas(
@@ -313,6 +322,7 @@ class Sequence:
             before=tuple(self.tokens[max(0, self.block_start - self.block_length) : self.block_start]),
             edits=self._edits,
             logprobs=self.request.logprobs,
+            guarded=self._guarded,
         )
 
     def _seed_canvas(self) -> Canvas:
@@ -330,6 +340,20 @@ class Sequence:
             forbidden=self._forbidden,
             edits=self._edits,
             logprobs=self.request.logprobs,
+            guarded=self._guarded,
+        )
+
+    @property
+    def _guarded(self) -> Guarded | None:
+        if self.guard is None:
+            return None
+        block = zip(self.tokens[self.block_start : self.block_end], self.masked, strict=True)
+        return Guarded(
+            guard=self.guard,
+            frontier=self.settled - self.block_start,
+            tokens=tuple(UNDECIDED if masked else token for token, masked in block),
+            room=self.limit - self.settled,
+            may_stop=not self._forbidden,
         )
 
     @property
@@ -443,7 +467,11 @@ class Sequence:
                 return
             self.pending_text += self.text.push((token,))
             self.settled += 1
-            if self.text.stopped:
+            if self.guard is not None:
+                self.guard.push(token)
+            if self.guard is not None and self.guard.finished:
+                self.stop = Stop(self.settled, "stop_token")
+            elif self.text.stopped:
                 self.stop = Stop(self.settled, "stop_string")
             elif (run := limits.max_repetition_run) is not None:
                 if repetition_run(self.tokens, self.prompt_length, position) >= run:

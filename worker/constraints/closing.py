@@ -1,0 +1,57 @@
+"""How to end a text that a grammar has under way, in few tokens.
+
+The shortest end of a context-free grammar cannot be read off a matcher that only tells the next tokens, so this is a
+greedy walk: forced tokens first, then closing brackets, and no choice that leaves everything as it was. It need not be
+the shortest: a guard holds on to an end once it has found it.
+"""
+
+from collections.abc import Sequence
+
+from llguidance import LLMatcher
+
+from worker.constraints.vocabulary import Vocabulary, allowed_tokens
+
+_MOST_TRIES = 24
+LONGEST_END = 512
+
+
+def shortest_end(matcher: LLMatcher, vocabulary: Vocabulary, room: int) -> list[int] | None:
+    """Return tokens of at most `room` that make the text whole, a stop token included where the text could go on.
+
+    None if none were found. `matcher` stays as it is.
+    """
+    state, end = matcher.deep_copy(), list[int]()
+    room = min(room, LONGEST_END)
+    while True:
+        if state.is_error() or len(end) > room:
+            return None
+        if state.is_accepting():
+            if state.is_stopped():
+                return end
+            return [*end, vocabulary.stop_ids[0]] if vocabulary.stop_ids and len(end) < room else None
+        forced: Sequence[int] = state.compute_ff_tokens()
+        if not forced:
+            step = _step(state, vocabulary)
+            if step is None:
+                return None
+            forced = (step,)
+        if len(end) + len(forced) > room or not state.consume_tokens(list(forced)):
+            return None
+        end += forced
+
+
+def _step(state: LLMatcher, vocabulary: Vocabulary) -> int | None:
+    """Return the token of the closing order that comes first and moves the text on."""
+    allowed = allowed_tokens(state, (), may_stop=True)
+    tries, first = 0, None
+    for token in vocabulary.closing_order:
+        if not allowed[token]:
+            continue
+        first = token if first is None else first
+        after = state.deep_copy()
+        if after.consume_token(token) and (after.is_accepting() or allowed_tokens(after, (), may_stop=True) != allowed):
+            return token
+        tries += 1
+        if tries == _MOST_TRIES:
+            break
+    return first

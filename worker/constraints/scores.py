@@ -1,0 +1,87 @@
+"""The scores of one canvas, read from logits on the device as they are asked for."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+import kernels
+from kernels.token_stats import Filters, Noise
+from worker.engine.plan import Canvas
+
+
+class CanvasScores:
+    """Implements `worker.engine.plan.Scores` for the wanted positions of one canvas.
+
+    The allowed tokens are what a distribution is left with before it is cut (top-k, top-p) and drawn from, by the same
+    seeds as without a constraint.
+    """
+
+    def __init__(
+        self,
+        canvas: Canvas,
+        places: Mapping[int, int],
+        logits: Tensor,
+        proposals: Sequence[int],
+        barred: Tensor,
+        greedy: bool,
+    ) -> None:
+        """logits [wanted, vocab]; `places` leads from an index of the canvas to its row of them; `proposals` [wanted]
+        are the tokens that the model proposes by itself."""
+        self._canvas = canvas
+        self._places = places
+        self._logits = logits
+        self._proposals = proposals
+        self._barred = barred
+        self._greedy = greedy
+        self._totals: list[float] = logits.float().logsumexp(-1).tolist()
+
+    def best(self, index: int) -> int:
+        return self._proposals[self._places[index]]
+
+    def best_of(self, index: int, allowed: bytes) -> tuple[int, float] | None:
+        z = self._left(index, allowed)
+        value, token = z.max(-1)
+        if value.item() == float("-inf"):
+            return None
+        chosen = int(token.item()) if self._greedy else self._draw(index, z)
+        return chosen, float((z[chosen] - z.logsumexp(-1)).exp())
+
+    def share(self, index: int, token_id: int, allowed: bytes) -> float:
+        z = self._left(index, allowed)
+        return float((z[token_id] - z.logsumexp(-1)).exp())
+
+    def probability(self, index: int, token_id: int) -> float:
+        place = self._places[index]
+        return float((self._logits[place, token_id].float() - self._totals[place]).exp())
+
+    def _left(self, index: int, allowed: bytes) -> Tensor:
+        """Return [vocab]: the logits of one position, -inf where not allowed."""
+        z = self._logits[self._places[index]].float()
+        known = torch.frombuffer(bytearray(allowed), dtype=torch.uint8)[: z.shape[0]].to(z.device)
+        return z.masked_fill((known == 0) | self._barred, float("-inf"))
+
+    def _draw(self, index: int, z: Tensor) -> int:
+        sampling, device = self._canvas.sampling, z.device
+
+        def one(value: float, dtype: torch.dtype) -> Tensor:
+            return torch.tensor([value], dtype=dtype, device=device)
+
+        only = torch.zeros(1, dtype=torch.int64, device=device)
+        filters = Filters(
+            rows=only,
+            top_k=one(sampling.top_k, torch.int64),
+            top_p=one(sampling.top_p, torch.float32),
+            min_p=one(sampling.min_p, torch.float32),
+            ranks=torch.zeros(1, dtype=torch.bool, device=device),
+        )
+        noise = Noise(
+            rows=only,
+            seed=one(sampling.seed, torch.int64),
+            position=one(self._canvas.start + index, torch.int64),
+            step=one(self._canvas.step, torch.int64),
+        )
+        found = kernels.token_stats(
+            z[None], temperature=one(sampling.temperature, torch.float32), filters=filters, noise=noise
+        )
+        return int(found.token.item())
