@@ -18,7 +18,7 @@ from shared.decoding import Decoding
 from shared.keys import new_request_id, pick_partition
 
 _DECODING: TypeAdapter[Decoding] = TypeAdapter(Decoding)
-_DECODING_OPTIONS = ("threshold", "steps", "bound", "fallback", "confidence", "filler_rules")
+_DECODING_OPTIONS = ("threshold", "steps", "bound", "factor", "max_parallel", "fallback", "confidence", "filler_rules")
 _REFUSED_OPTIONS: Mapping[str, tuple[object, ...]] = {"cfg_scale": (0.0,), "canvas_length": (), "deadline_ms": ()}
 """Options of `diffusion` that no worker acts on yet, and the values (besides null) that ask for nothing."""
 _FAST_THRESHOLD = 0.7

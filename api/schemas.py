@@ -16,7 +16,18 @@ from shared.commands import COUNT_LIMIT, MOST_LOGPROBS
 from shared.decoding import Confidence
 
 Strategy = Literal[
-    "threshold", "low_confidence_static", "low_confidence_dynamic", "sequential", "random", "entropy_bounded"
+    "threshold",
+    "factor",
+    "threshold_quota",
+    "low_confidence_static",
+    "low_confidence_dynamic",
+    "sequential",
+    "random",
+    "entropy_bounded",
+    "adaptive_parallel",
+    "maskgit_plus",
+    "topk_margin",
+    "entropy",
 ]
 StreamMode = Literal["block_append", "denoise"]
 Preset = Literal["fast", "balanced", "quality"]
@@ -162,6 +173,10 @@ class DiffusionOptions(BaseModel):
     threshold: float | None = Field(default=None, ge=0.0, le=1.0)
     steps: int | None = Field(default=None, ge=1, lt=COUNT_LIMIT, description="Denoise steps of a block.")
     bound: float | None = Field(default=None, gt=0.0, description="Entropy bound of `entropy_bounded`.")
+    factor: float | None = Field(default=None, gt=0.0, le=1e6, description="Factor of `factor`.")
+    max_parallel: int | None = Field(
+        default=None, ge=1, lt=COUNT_LIMIT, description="Most positions that a step of `adaptive_parallel` accepts."
+    )
     fallback: Literal["confidence", "leftmost"] | None = None
     confidence: Confidence | None = Field(
         default=None,

@@ -113,6 +113,23 @@ class EntropyBounded(_Decoding):
     bound: float = Field(default=0.35, gt=0.0)
 
 
+class AdaptiveParallel(_Decoding):
+    """Take the most confident masks, as many as the steps left ask for, `max_parallel` at most (dfastllm's APD).
+
+    Of these accept all with confidence >= threshold and always the best; what waits raises the share of later steps.
+    """
+
+    strategy: Literal["adaptive_parallel"] = "adaptive_parallel"
+    max_parallel: int = Field(default=8, ge=1, lt=STEPS_LIMIT)
+    threshold: float = Field(default=0.3, ge=0.0, le=1.0)
+    steps: int | None = Field(
+        default=None,
+        ge=1,
+        lt=STEPS_LIMIT,
+        description="Denoise steps a block; unset: as few as `max_parallel` allows.",
+    )
+
+
 class _Timed(_Decoding):
     """Dream's schedule: time runs from 1 to eps in `steps` even steps; from t to s a share 1 - s / t is decided.
 
@@ -206,6 +223,7 @@ Decoding = Annotated[
     | Sequential
     | RandomOrder
     | EntropyBounded
+    | AdaptiveParallel
     | Origin
     | MaskgitPlus
     | TopkMargin

@@ -8,9 +8,15 @@ const HINTS = {
   low_confidence_dynamic: "All that are sure enough, and at least the step's share.",
   sequential: "From left to right, an even share in each step.",
   random: "An even share in each step, in random order.",
+  factor: "The surest, as many as stay above a limit that falls with their number.",
+  threshold_quota: "An even share in each step, and of it those that are sure enough; the rest is carried over.",
+  adaptive_parallel: "The surest, as many as the steps that are left ask for, up to a limit.",
+  maskgit_plus: "A share of what is left in each step, the surest first.",
+  topk_margin: "A share of what is left, first where the best token leads the second by most.",
+  entropy: "A share of what is left, lowest entropy first.",
   entropy_bounded: "Accept by rising entropy while its sum stays below the bound.",
 };
-const STRATEGY_OPTIONS = ["threshold", "steps", "bound"];
+const STRATEGY_OPTIONS = ["threshold", "steps", "bound", "factor", "max_parallel"];
 
 export class Knobs {
   constructor(fieldset, side) {

@@ -7,6 +7,12 @@ const APPLIES = {
   sequential: ["steps"],
   random: ["steps"],
   entropy_bounded: ["bound"],
+  factor: ["factor"],
+  threshold_quota: ["threshold", "steps"],
+  adaptive_parallel: ["threshold", "steps", "max_parallel"],
+  maskgit_plus: ["steps"],
+  topk_margin: ["steps"],
+  entropy: ["steps"],
 };
 
 /** The options that a strategy has. */
@@ -16,9 +22,10 @@ export function optionsOf(strategy) {
 
 /** Path and body of a request. `knobs` holds only what was set. */
 export function requestOf(mode, messages, prompt, model, knobs) {
-  const { strategy, threshold, steps, bound, block_length, max_nfe, ...flat } = knobs;
+  const { strategy, threshold, steps, bound, factor, max_parallel, block_length, max_nfe, ...flat } = knobs;
   const diffusion = { stream: "frames", frame_detail: "full", frame_interval_ms: 0 };
-  for (const [name, value] of Object.entries({ strategy, threshold, steps, bound, block_length, max_nfe })) {
+  const options = { strategy, threshold, steps, bound, factor, max_parallel, block_length, max_nfe };
+  for (const [name, value] of Object.entries(options)) {
     if (value !== undefined) diffusion[name] = value;
   }
   const common = {

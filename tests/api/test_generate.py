@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from shared.commands import Preview
-from shared.decoding import LowConfidenceStatic, RandomOrder, Threshold
+from shared.decoding import AdaptiveParallel, Factor, LowConfidenceStatic, RandomOrder, Threshold, TopkMargin
 from shared.events import Delta, Failed, Finished, Queued, Snapshot, Started, Usage
 from tests.api.scripted import CARD, Caller, ScriptedFleet, answer, steps
 from tests.shared.tokenizers_for_tests import byte_level
@@ -108,6 +108,10 @@ async def test_unseeded_requests_get_different_seeds_and_negative_ones_are_taken
         ({"threshold": 0.3}, Threshold(threshold=0.3)),
         ({"strategy": "threshold"}, Threshold(threshold=0.8)),
         ({"strategy": "low_confidence_static", "steps": 2}, LowConfidenceStatic(steps=2)),
+        ({"strategy": "factor", "factor": 0.5}, Factor(factor=0.5)),
+        ({"strategy": "topk_margin", "steps": 4}, TopkMargin(steps=4)),
+        ({"strategy": "adaptive_parallel", "max_parallel": 4, "steps": 8}, AdaptiveParallel(max_parallel=4, steps=8)),
+        ({"confidence": "tempered"}, Threshold(threshold=0.8, confidence="tempered")),
         ({"remasking": "low_confidence", "steps": 2}, LowConfidenceStatic(steps=2)),
         ({"remasking": "random"}, RandomOrder()),
         ({"filler_rules": False}, Threshold(threshold=0.8, filler_rules=False)),

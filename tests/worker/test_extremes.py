@@ -38,6 +38,7 @@ DECODINGS = st.one_of(
     ),
     st.fixed_dictionaries({"strategy": st.just("low_confidence_static"), "steps": STEPS}),
     st.fixed_dictionaries({"strategy": st.just("low_confidence_dynamic"), "steps": STEPS}),
+    st.fixed_dictionaries({"strategy": st.just("adaptive_parallel"), "steps": STEPS, "max_parallel": st.just(MOST)}),
     st.fixed_dictionaries({"strategy": st.sampled_from(["sequential", "random"]), "steps": STEPS}),
     st.fixed_dictionaries({"strategy": st.just("entropy_bounded"), "bound": st.sampled_from([1e-9, 1e300])}),
 )

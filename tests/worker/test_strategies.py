@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.decoding import (
+    AdaptiveParallel,
     Decoding,
     Entropy,
     EntropyBounded,
@@ -82,6 +83,9 @@ BY_NAME: dict[str, st.SearchStrategy[Decoding]] = {
     "threshold": st.builds(Threshold, threshold=eighths, filler_rules=flags),
     "factor": st.builds(Factor, factor=st.integers(1, 24).map(lambda n: n / 8), filler_rules=flags),
     "threshold_quota": st.builds(ThresholdQuota, threshold=eighths, steps=steps, filler_rules=flags),
+    "adaptive_parallel": st.builds(
+        AdaptiveParallel, max_parallel=st.integers(1, 14), threshold=eighths, steps=steps, filler_rules=flags
+    ),
     "sub_block": st.builds(SubBlock, threshold=eighths, filler_rules=flags),
     "origin": st.builds(Origin, steps=steps, eps=times, filler_rules=flags),
     "maskgit_plus": st.builds(MaskgitPlus, steps=steps, eps=times, filler_rules=flags),
@@ -216,6 +220,11 @@ def oracle(row: Row) -> set[int]:
             schedule.append(row.at_first - sum(schedule))
             due = sum(schedule[: row.step + 1]) - (row.at_first - len(found))
             chosen = [p for p in by_confidence[: max(0, due)] if p.confidence >= limit] + by_confidence[:1]
+        case AdaptiveParallel(max_parallel=most, threshold=limit, steps=count):
+            k = len(found)
+            if count is not None and count - row.step > 1:
+                k //= count - row.step
+            chosen = [p for p in by_confidence[: min(most, k)] if p.confidence >= limit] + by_confidence[:1]
         case SubBlock(threshold=limit):
             chosen = [p for p in found if p.confidence > limit] + by_confidence[:1]
         case MaskgitPlus():
@@ -294,6 +303,21 @@ def test_a_static_schedule_ends_with_its_steps(row: Row, steps: int) -> None:
         count += 1
 
     assert count == min(steps, row.length)
+
+
+@unhurried
+@given(rows_of(), st.integers(1, 14), st.integers(1, 14))
+def test_adaptive_parallelism_ends_with_its_steps_where_its_limit_lets_it(row: Row, steps: int, most: int) -> None:
+    decoding = AdaptiveParallel(steps=steps, max_parallel=most, threshold=0, filler_rules=False)
+    row = replace(row, decoding=decoding)
+    masked, sizes = [True] * row.length, list[int]()
+    while any(masked):
+        (accepted,) = run([replace(row, masked=tuple(masked), step=len(sizes))])
+        masked = [m and not a for m, a in zip(masked, accepted, strict=True)]
+        sizes.append(sum(accepted))
+
+    assert max(sizes) <= most
+    assert len(sizes) == max(min(steps, row.length), -(-row.length // most))
 
 
 @unhurried

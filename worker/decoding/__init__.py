@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shared.decoding import (
+    AdaptiveParallel,
     Decoding,
     Entropy,
     EntropyBounded,
@@ -27,6 +28,7 @@ from shared.decoding import (
     TopkMargin,
 )
 from worker.decoding import (
+    adaptive_parallel,
     entropy_bounded,
     factor,
     joint_threshold,
@@ -160,6 +162,9 @@ def _accept(stats: TokenStats, view: BlockView, decodings: ReadOnly[Decoding], d
             return random_order.accept(view, steps(), draw)
         case EntropyBounded():
             return entropy_bounded.accept(stats, view, column("bound", torch.float32))
+        case AdaptiveParallel():
+            most = column("max_parallel", torch.int64)
+            return adaptive_parallel.accept(stats, view, most, steps(), column("threshold", torch.float32))
         case SubBlock():
             return sub_block.accept(stats, view, column("threshold", torch.float32))
         case JointThreshold():
