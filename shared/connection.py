@@ -19,6 +19,8 @@ from redis.backoff import NoBackoff
 from redis.connection import ConnectionPool as SyncConnectionPool
 from redis.retry import Retry as SyncRetry
 
+from shared.cluster import SCHEMES as CLUSTER_SCHEMES
+from shared.cluster import ClusterClient, ClusterUrl, SyncClusterClient
 from shared.lua import Script
 from shared.sentinel import SCHEME, PrimaryPool, Sentinels, SyncPrimaryPool
 
@@ -68,6 +70,8 @@ def classify(error: BaseException) -> Failure:
             return Failure.OTHER
         case exceptions.BusyLoadingError() | exceptions.ReadOnlyError():
             return Failure.REFUSED
+        case exceptions.ClusterDownError():
+            return Failure.REFUSED
         case exceptions.ConnectionError() | exceptions.TimeoutError() | OSError() | TimeoutError():
             return Failure.CONNECTION
         case exceptions.NoScriptError():
@@ -88,20 +92,43 @@ def _classify_reply(message: str) -> Failure:
     if message.startswith("OOM"):
         return Failure.OUT_OF_MEMORY
     refusals = ("READONLY", "LOADING", "MASTERDOWN", "BUSY ", "TRYAGAIN", "CLUSTERDOWN", "NOREPLICAS", "MISCONF")
+    refusals += ("MOVED ", "ASK ")
     return Failure.REFUSED if message.startswith(refusals) else Failure.OTHER
 
 
-def open_client(url: str, connections: int = 8) -> Redis:
-    """Return an async client for short calls; calls beyond `connections` wait for one to be free.
+class AsyncPipeline(Protocol):
+    def execute_command(self, *args: Argument) -> Any: ...
 
-    Connects at the first command. Raises ValueError for a URL that is not redis://, rediss://, unix:// or
-    redis+sentinel://.
+    async def execute(self, raise_on_error: bool = True) -> list[Any]: ...
+
+
+class AsyncClient(Protocol):
+    """What is used of an async client; the library leaves it half typed."""
+
+    async def execute_command(self, *args: Argument) -> Any: ...
+
+    def pipeline(self, transaction: bool = True) -> AsyncPipeline: ...
+
+    async def aclose(self) -> None: ...
+
+
+def open_client(url: str, connections: int = 8) -> AsyncClient:
+    """Return an async client for short calls; calls beyond `connections` (to one node) wait for one to be free.
+
+    Connects at the first command. Raises ValueError for a URL that is not redis://, rediss://, unix://,
+    redis+sentinel:// or redis+cluster://.
     """
-    return Redis.from_pool(open_pool(url, connections))
+
+    def open_node(node: str) -> Redis:
+        return Redis.from_pool(open_pool(node, connections))
+
+    if url.startswith(CLUSTER_SCHEMES):
+        return ClusterClient(ClusterUrl.from_url(url), open_node)
+    return cast(AsyncClient, open_node(url))
 
 
 def open_pool(url: str, connections: int = 8) -> BlockingConnectionPool:
-    """Return the connections of `open_client`; raises as that does."""
+    """Return the connections of `open_client` to a single server; raises as that does."""
     options: dict[str, Any] = {
         "max_connections": connections,
         "timeout": REPLY_TIMEOUT_S,
@@ -123,7 +150,9 @@ def _tls_options(url: str) -> dict[str, Any]:
 
 
 def open_sync_client(url: str, timeout_s: float = REPLY_TIMEOUT_S) -> SyncRedis:
-    """Return a client for one thread without an event loop."""
+    """Return a client for one thread without an event loop; of a Cluster, for single commands only."""
+    if url.startswith(CLUSTER_SCHEMES):
+        return SyncClusterClient(ClusterUrl.from_url(url), lambda node: open_sync_client(node, timeout_s))
     options: dict[str, Any] = {
         "max_connections": 2,
         "retry": SyncRetry(NoBackoff(), 0),
@@ -148,22 +177,20 @@ def jitter_s(attempt: int, longest_s: float = 1.0) -> float:
     return random.uniform(0.0, min(longest_s, 0.05 * 2**attempt))
 
 
-class _Executor(Protocol):
-    """The one method of an async client that is used; the library leaves it half typed."""
-
-    async def execute_command(self, *args: Argument) -> Any: ...
-
-
 class Link:
     """Commands over one client, with errors in the protocol's words. Safe for concurrent tasks."""
 
-    def __init__(self, client: Redis) -> None:
+    def __init__(self, client: AsyncClient) -> None:
         self._client = client
-        self._executor = cast(_Executor, client)
 
     @classmethod
     def open(cls, url: str, connections: int = 8) -> Self:
         return cls(open_client(url, connections))
+
+    @property
+    def clustered(self) -> bool:
+        """True if a command may have keys of one partition only."""
+        return isinstance(self._client, ClusterClient)
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -174,7 +201,7 @@ class Link:
         Raises `FleetUnavailable` (it may have run), `GroupMissing`.
         """
         try:
-            return await self._executor.execute_command(*args)
+            return await self._client.execute_command(*args)
         except (exceptions.RedisError, OSError) as error:
             raise translate(error) from error
 
@@ -185,7 +212,7 @@ class Link:
     async def run(self, script: Script, keys: Sequence[str], args: Sequence[Argument]) -> Any:
         """Run a script once; raises as `command`."""
         try:
-            return await self._executor.execute_command(*evalsha(script, keys, args))
+            return await self._client.execute_command(*evalsha(script, keys, args))
         except exceptions.NoScriptError:
             # It has not run, so sending the whole script is no repeat. EVAL also caches it.
             return await self.command("EVAL", script.source, len(keys), *keys, *args)
@@ -224,7 +251,7 @@ class Link:
         """Run commands in one round trip, once, in order; replies that are errors are returned as exceptions."""
         pipe = self._client.pipeline(transaction=False)
         for command in commands:
-            pipe.execute_command(*command)  # pyright: ignore[reportUnknownMemberType]
+            pipe.execute_command(*command)
         try:
             return await pipe.execute(raise_on_error=False)
         except (exceptions.RedisError, OSError) as error:
@@ -271,6 +298,8 @@ def translate(error: Exception) -> Exception:
     match failure:
         case Failure.CONNECTION:
             return FleetUnavailable(f"Redis does not answer: {error}")
+        case Failure.REFUSED if str(error).startswith(("MOVED ", "ASK ")):
+            return FleetUnavailable("Redis is a Cluster (name it redis+cluster://host), and the slot is elsewhere")
         case Failure.REFUSED:
             return FleetUnavailable(f"Redis refuses commands for now: {error}")
         case Failure.OUT_OF_MEMORY:

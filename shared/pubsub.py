@@ -5,15 +5,18 @@ message, and a lost connection is reported, never hidden behind a silent second 
 """
 
 import asyncio
+import random
 import ssl
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
 import hiredis
 from redis import exceptions
 from redis.asyncio.connection import SSLConnection, UnixDomainSocketConnection, parse_url
 
+from shared.cluster import SCHEMES as CLUSTER_SCHEMES
+from shared.cluster import ClusterUrl
 from shared.connection import CONNECT_TIMEOUT_S, FleetUnavailable
 from shared.sentinel import SCHEME, Sentinels
 
@@ -33,10 +36,16 @@ class Endpoint:
     """Arguments of AUTH: nothing, a password, or a user and a password."""
     sentinels: Sentinels | None = None
     """Whom to ask for host and port, which are then unused."""
+    others: tuple[tuple[str, int], ...] = ()
+    """More nodes of a Cluster: a message reaches the subscribers of all of them."""
 
     @classmethod
     def from_url(cls, url: str) -> Self:
-        """Parse redis://, rediss://, unix:// or redis+sentinel://; raises ValueError for others."""
+        """Parse redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://; raises ValueError for others."""
+        if url.startswith(CLUSTER_SCHEMES):
+            cluster = ClusterUrl.from_url(url)
+            first, *others = cluster.seeds
+            return replace(cls.from_url(cluster.node(first)), others=tuple(others))
         if url.startswith(SCHEME):
             sentinels = Sentinels.from_url(url)
             known = tuple(part for part in (sentinels.username, sentinels.password) if part is not None)
@@ -79,23 +88,25 @@ class PubSubConnection(asyncio.Protocol):
         cls, endpoint: Endpoint, on_message: Callable[[bytes, bytes], None], on_subscribed: Callable[[bytes], None]
     ) -> Self:
         """Connect and authenticate; raises `FleetUnavailable`."""
+        nodes = [(endpoint.host, endpoint.port), *endpoint.others]
+        fault: Exception | None = None
+        for node in random.sample(nodes, len(nodes)):
+            try:
+                async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                    return await cls._connect(
+                        endpoint, node, lambda: cls(on_message, on_subscribed, endpoint.credentials)
+                    )
+            except (OSError, TimeoutError, exceptions.RedisError) as error:
+                fault = error
+        raise FleetUnavailable(f"Redis cannot be reached: {fault}") from fault
+
+    @classmethod
+    async def _connect(cls, endpoint: Endpoint, node: tuple[str, int], build: Callable[[], Self]) -> Self:
         loop = asyncio.get_running_loop()
-
-        def build() -> Self:
-            return cls(on_message, on_subscribed, endpoint.credentials)
-
-        try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                if endpoint.path is not None:
-                    _, connection = await loop.create_unix_connection(build, endpoint.path)
-                else:
-                    host, port = endpoint.host, endpoint.port
-                    if endpoint.sentinels is not None:
-                        host, port = await endpoint.sentinels.primary()
-                    _, connection = await loop.create_connection(build, host, port, ssl=endpoint.tls)
-        except (OSError, TimeoutError, exceptions.RedisError) as error:
-            raise FleetUnavailable(f"Redis cannot be reached: {error}") from error
-        return connection
+        if endpoint.path is not None:
+            return (await loop.create_unix_connection(build, endpoint.path))[1]
+        host, port = node if endpoint.sentinels is None else await endpoint.sentinels.primary()
+        return (await loop.create_connection(build, host, port, ssl=endpoint.tls))[1]
 
     def subscribe(self, channels: Sequence[bytes]) -> None:
         """Send the subscriptions; each is confirmed by `on_subscribed`."""

@@ -22,6 +22,7 @@ from shared.connection import Argument, FleetUnavailable, GroupMissing, Link, ji
 from shared.events import Delta, Event, Failed, Finished, InvalidEvent, Snapshot, Started, decode_event, encode_event
 from shared.keys import GROUP, MODELS, Keys, partition
 from shared.keys import card as card_key
+from shared.lanes import Entry, LaneReader
 from shared.lua import script
 from shared.memory import NO_WORK, MemoryGauge
 
@@ -78,7 +79,7 @@ class WorkerQueue:
     def __init__(
         self,
         link: Link,
-        reader: Link,
+        reader: LaneReader,
         model: str,
         worker_id: str,
         lease_ms: int = LEASE_MS,
@@ -120,7 +121,7 @@ class WorkerQueue:
         `reap_every_ms`: how often `take` looks for what other workers lost; unset, a third of the lease. `slots`: how
         many requests this worker runs at the same time, of which it runs fewer while it looks for one that kills.
         """
-        reader = Link.open(url, connections=1)
+        reader = LaneReader(url, worker_id, [Keys(partition(model, number)) for number in range(partitions)])
         return cls(
             Link.open(url),
             reader,
@@ -170,21 +171,14 @@ class WorkerQueue:
 
         Never cancel it: what a cancelled read was given stays unseen until its lease ends. At most `MAX_BLOCK_MS`.
         """
-        lanes = [part.keys.lane(lane) for part in self._partitions for lane in LANES]
-        block = max(1, min(timeout_ms, MAX_BLOCK_MS))
-        # COUNT 1: blocked consumers are served in turn, and a burst must not go to the first one alone.
-        command = ("XREADGROUP", "GROUP", GROUP, self._worker, "COUNT", 1, "BLOCK", block, "STREAMS", *lanes)
         try:
-            reply: _Read | None = await self._reader.command(*command, *[">" for _ in lanes])
+            read = await self._reader.read(max(1, min(timeout_ms, MAX_BLOCK_MS)))
         except GroupMissing:
             await self._create_groups()
             return []
-        entries: dict[str, list[_Entry]] = {}
-        for lane, read in reply if reply is not None else _Read():
-            for entry_id, fields in read:
-                # As they are: the script knows what to do with entries that make no sense.
-                entry = _Entry(lane.decode(), entry_id.decode(), fields.get(b"id", b""), fields.get(b"v", b"1"))
-                entries.setdefault(entry.lane.rpartition(":q:")[0], []).append(entry)
+        entries: dict[str, list[Entry]] = {}
+        for entry in read:
+            entries.setdefault(entry.lane.rpartition(":q:")[0], []).append(entry)
         claims: list[Claim] = []
         for part in self._partitions:
             if found := entries.get(part.keys.lane("rt").rpartition(":q:")[0]):
@@ -298,7 +292,7 @@ class WorkerQueue:
             part.reap_at = time.monotonic() + random.uniform(0.75, 1.25) * self._reap_every_s
         return [_claim(reply) for reply in claims]
 
-    async def _start(self, part: "_Partition", entries: list["_Entry"], limit: int) -> list[Claim]:
+    async def _start(self, part: "_Partition", entries: list[Entry], limit: int) -> list[Claim]:
         names = [part.keys.dead_letters(), part.keys.handed_back(), part.keys.rate(), *[e.lane for e in entries]]
         args = [*self._me(part), limit, self._lease_ms, self._max_attempts, WIRE_VERSION]
         args += [value for entry in entries for value in (entry.entry_id, entry.request_id, entry.version)]
@@ -337,10 +331,6 @@ class WorkerQueue:
             await self._link.run(script("forget_consumers"), lanes, [GROUP, "", self._worker, _FORGET_AFTER_MS])
 
 
-_Read = list[tuple[bytes, list[tuple[bytes, dict[bytes, bytes]]]]]
-"""What XREADGROUP returns: for each lane that has some, its entries."""
-
-
 class _Partition:
     """One partition's names, and how far its pending lists have been looked through."""
 
@@ -349,14 +339,6 @@ class _Partition:
         self.cursors: dict[Lane, str] = dict.fromkeys(LANES, "0-0")
         self.reap_at = 0.0
         self.was_away = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    lane: str
-    entry_id: str
-    request_id: bytes
-    version: bytes
 
 
 def _claim(reply: list[Any]) -> Claim:

@@ -28,7 +28,8 @@ class ServiceSettings(BaseSettings):
     )
 
     redis_url: str = Field(
-        default="redis://127.0.0.1:6379/0", description="redis://, rediss:// or unix:// URL of the queue."
+        default="redis://127.0.0.1:6379/0",
+        description="URL of the queue: redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://.",
     )
     redis_username: str | None = Field(
         default=None, description="User of the queue, if it is not in the URL; unset: the default user."

@@ -48,7 +48,7 @@ async def serve(settings: JobSettings) -> None:
 
 
 async def _work(settings: JobSettings, services: Services) -> None:
-    queue = open_queue(settings.redis_url)
+    queue = open_queue(settings.jobs_redis_url or settings.redis_url)
     worker = Worker(
         functions=[
             func(
