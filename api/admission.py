@@ -29,6 +29,14 @@ def headers_of(request: Request) -> MutableMapping[str, str]:
     return headers
 
 
+REQUEST_ID_HEADER = "x-diffleet-request"
+
+
+def name_request(request: Request, request_id: str) -> None:
+    """Tell the caller by which id the fleet knows its request: `DELETE /generate/{id}` ends it."""
+    headers_of(request)[REQUEST_ID_HEADER] = request_id
+
+
 def call_of(request: Request, settings: ApiSettings) -> Call:
     """Raises `ApiError` for an Idempotency-Key that cannot be one."""
     key = request.headers.get("idempotency-key")

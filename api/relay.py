@@ -174,6 +174,8 @@ class Follow:
         self, relay: Relay, subject: Subject, events: AsyncGenerator[Event], receive: Receive | None, terms: Terms
     ) -> None:
         self.subject = subject
+        self.request_id = subject.id
+        """Id of the request that is followed: an older one's, once its events tell, where a key names that."""
         self.clock = asyncio.get_running_loop().time
         self.began = self.clock()
         self.came = self.began
@@ -324,6 +326,7 @@ class Follow:
 
     def _observe(self, event: Event) -> Progress:
         metrics, model = self._relay.metrics, self.subject.model
+        self.request_id = event.id
         if not self._begun and not isinstance(event, Queued):
             self._begun = True
             metrics.count_waiting(model, -1)

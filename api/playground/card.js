@@ -219,7 +219,7 @@ const ENDS = {
 
 function words(run) {
   if (run.status === "done") return ENDS[run.finish] ?? run.finish;
-  return { waiting: "waiting", running: "denoising", stopped: "stopped", failed: "failed" }[run.status] ?? run.status;
+  return { waiting: "waiting", running: "denoising", stopping: "stopping", stopped: "stopped", failed: "failed" }[run.status] ?? run.status;
 }
 
 export function written(name, value) {

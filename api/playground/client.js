@@ -17,10 +17,14 @@ export async function models(key) {
   return (await response.json()).data;
 }
 
-/** Yield the chunks of an answer; throws `Refusal`. Aborting the signal closes the connection, which ends the request. */
-export async function* chunks(path, body, key, signal) {
-  const headers = { ...headersOf(key), "Content-Type": "application/json" };
+/**
+ * Yield the chunks of an answer; throws `Refusal`. Asking again under the same name follows the same request from its
+ * first block on, so closing the connection does not end it: `end` does, with the id that `onNamed` gets.
+ */
+export async function* chunks({ path, body, name }, key, signal, onNamed) {
+  const headers = { ...headersOf(key), "Content-Type": "application/json", "Idempotency-Key": name };
   const response = await call(path, { method: "POST", headers, body: JSON.stringify(body), signal });
+  onNamed(response.headers.get("x-diffleet-request"));
   for await (const data of sse(response.body)) {
     if (data === "[DONE]") return;
     const chunk = JSON.parse(data);
@@ -28,6 +32,11 @@ export async function* chunks(path, body, key, signal) {
     yield chunk;
   }
   throw new Refusal({ message: "The connection ended before the answer did." }, 0, null);
+}
+
+/** End a request; one that has ended stays as it is. */
+export async function end(id, key) {
+  await call(`/generate/${encodeURIComponent(id)}`, { method: "DELETE", headers: headersOf(key), keepalive: true });
 }
 
 async function call(path, options) {

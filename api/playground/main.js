@@ -1,12 +1,13 @@
 // The page: what is asked, who answers, and what is kept over a reload.
 import { costsOf, newRun, observe } from "./canvas.js";
 import { Card, written } from "./card.js";
-import { Refusal, chunks, models } from "./client.js";
+import { Refusal, chunks, end, models } from "./client.js";
 import { Knobs } from "./knobs.js";
 import { asCurl, asPython, requestOf } from "./request.js";
 
 const SAVED = "diffleet.playground";
 const KEY = "diffleet.key";
+const PATIENCE_MS = 3000;
 const $ = (id) => document.getElementById(id);
 
 const narrow = matchMedia("(max-width: 860px)");
@@ -38,7 +39,8 @@ async function ask(prompt = $("prompt").value) {
   const messages = [...page.history, { role: "user", content: prompt }];
   const runs = sides.map((side) => {
     const name = sides.length > 1 ? `Setting ${side}` : mode() === "chat" ? "Answer" : "Continuation";
-    return newRun(name, prompt, requestOf(mode(), messages, prompt, $("model").value, knobs[side].values()));
+    const request = requestOf(mode(), messages, prompt, $("model").value, knobs[side].values());
+    return newRun(name, prompt, { ...request, name: freshName() });
   });
   if (sides.length > 1) {
     // Both sides draw from the same seed, so that only the settings tell them apart.
@@ -47,8 +49,16 @@ async function ask(prompt = $("prompt").value) {
   }
   show(runs);
   if (narrow.matches) $("results").scrollIntoView({ block: "start" });
+  await followAll(runs, messages);
+}
+
+/** Follow what the cards show to its end, and take the answer into the chat. */
+async function followAll(runs, messages) {
+  const prompt = messages.at(-1).content;
   busy(new AbortController());
+  save();
   await Promise.all(page.cards.map((card) => follow(card, page.stopping.signal)));
+  if (page.leaving) return;
   busy(null);
   drawVerdict();
   const [first] = runs;
@@ -63,14 +73,26 @@ async function ask(prompt = $("prompt").value) {
 
 async function follow(card, signal) {
   const { run } = card;
-  const { path, body } = run.request;
-  const started = performance.now();
+  const started = performance.now() - run.totalMs;
+  let id = null;
+  const connection = new AbortController();
+  // What is stopped before its answer has begun has no id yet: it is ended as soon as it has one.
+  const stop = () => {
+    run.status = "stopping";
+    card.update();
+    if (id) stopRequest(id, connection);
+  };
+  signal.addEventListener("abort", stop);
+  const named = (given) => {
+    id = given;
+    if (signal.aborted) stop();
+  };
   try {
-    for await (const chunk of chunks(path, body, key(), signal)) {
+    for await (const chunk of chunks(run.request, key(), connection.signal, named)) {
       observe(run, chunk, performance.now() - started);
       card.update();
     }
-    if (run.status !== "done") run.status = "done";
+    run.status = signal.aborted ? "stopped" : "done";
   } catch (error) {
     // The browser cuts the connection before the page is gone: no fault of the server's.
     if (page.leaving) return;
@@ -83,6 +105,21 @@ async function follow(card, signal) {
     }
   }
   card.update(true);
+}
+
+/** End a request; its stream then comes to its end. If that takes long, or the server cannot be reached, it is cut. */
+async function stopRequest(id, connection) {
+  try {
+    await end(id, key());
+    setTimeout(() => connection.abort(), PATIENCE_MS);
+  } catch {
+    connection.abort();
+  }
+}
+
+/** A name for a request that no other has; `randomUUID` is not there on plain http. */
+function freshName() {
+  return [...crypto.getRandomValues(new Uint8Array(16))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
 }
 
 function busy(stopping) {
@@ -162,7 +199,7 @@ function tell(text) {
   $("live").textContent = text;
 }
 
-// What is kept over a reload. A request ends when its page goes; what it had shown by then is kept.
+// What is kept over a reload. A request that runs goes on without its page, which follows it again by its name.
 
 function save() {
   const saved = {
@@ -197,15 +234,16 @@ function restore() {
   $("compare").checked = saved.compare;
   page.history = saved.history;
   for (const side of ["A", "B"]) knobs[side].restore(saved.knobs[side]);
-  for (const run of saved.runs) {
-    if (run.status === "running" || run.status === "waiting") {
-      run.status = "stopped";
-      run.note = "ended by the reload of this page";
-    }
-  }
-  if (saved.runs.length) show(saved.runs);
+  // Its blocks come again from the first; the steps between them were shown, and are gone.
+  const runs = saved.runs.map((run) => (goesOn(run) ? { ...run, frames: [], text: "", status: "waiting" } : run));
+  if (runs.length) show(runs);
   drawVerdict();
+  if (runs.some(goesOn)) followAll(runs, [...page.history, { role: "user", content: runs[0].asked }]);
   return saved.model;
+}
+
+function goesOn(run) {
+  return run.status === "running" || run.status === "waiting";
 }
 
 // The model.

@@ -8,7 +8,7 @@ from typing import Annotated, assert_never
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from api.admission import admit, call_of
+from api.admission import admit, call_of, name_request
 from api.answers import json_response
 from api.bundle import Bundle
 from api.canvas import canvas_fields, canvas_text
@@ -41,6 +41,7 @@ async def chat(
     plan = await plan_chat(body, services.catalog, call)
     terms = await admit(request, call, services.limiter, plan.commands, plan.model.card.block_length)
     bundle = await Bundle.open(services.relay, plan.commands, request.receive, terms)
+    name_request(request, bundle.follows[0].request_id)
     if body.stream:
         return EventStream(bundle, stream_chat(plan, bundle), error_frame)
     return json_response(await answer_chat(plan, bundle))

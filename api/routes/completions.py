@@ -8,7 +8,7 @@ from typing import Annotated, assert_never, cast
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from api.admission import admit, call_of
+from api.admission import admit, call_of, name_request
 from api.answers import json_response
 from api.bundle import Bundle
 from api.catalog import Catalog, ServedModel
@@ -39,6 +39,7 @@ async def completions(
     plan = await plan_completion(body, services.catalog, call)
     terms = await admit(request, call, services.limiter, plan.commands, plan.model.card.block_length)
     bundle = await Bundle.open(services.relay, plan.commands, request.receive, terms)
+    name_request(request, bundle.follows[0].request_id)
     if body.stream:
         return EventStream(bundle, stream_completion(plan, bundle), error_frame)
     return json_response(await answer_completion(plan, bundle))

@@ -6,13 +6,13 @@ from typing import Annotated, assert_never, cast
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from api.admission import admit, call_of
+from api.admission import admit, call_of, name_request
 from api.answers import json_response
 from api.canvas import canvas_fields
 from api.catalog import ServedModel
 from api.deps import ServicesDep, json_body
 from api.errors import ApiError
-from api.openapi import STREAM_RESPONSES, request_body
+from api.openapi import ERROR_RESPONSES, STREAM_RESPONSES, request_body
 from api.relay import Follow
 from api.requests import to_generate
 from api.schemas import GenerateBody
@@ -40,10 +40,24 @@ async def generate(
     commands = to_generate(body, [prompt], model, "prompt", call)
     (command,), (terms,) = commands, await admit(request, call, services.limiter, commands, model.card.block_length)
     follow = await services.relay.open(command, request.receive, terms)
+    name_request(request, follow.request_id)
     if body.stream:
         return EventStream(follow, _frames(follow, model), lambda error: frame(_error(command.id, error)))
     transcript, end = await read_to_end(follow)
     return json_response({"id": command.id, "model": command.model} | _result(transcript, end))
+
+
+@router.delete("/generate/{request_id:path}", responses=ERROR_RESPONSES)
+async def end(request_id: str, services: ServicesDep) -> Response:
+    """End a request of any route by the id in its `x-diffleet-request` header; what it has produced stays.
+
+    For requests with an Idempotency-Key, which closing the connection does not end. Whoever knows an id may use it: ids
+    cannot be guessed. An id holds the model's name, which may have slashes.
+    """
+    # Asked first, for an abort may also come before its request: strangers must not leave keys of what never was.
+    await services.fleet.result(request_id)
+    state = await services.fleet.abort(request_id, "cancelled")
+    return json_response({"id": request_id, "object": "request", "state": state})
 
 
 async def _frames(follow: Follow, model: ServedModel) -> AsyncGenerator[bytes]:

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from api.app import create_app
 from api.settings import ApiSettings
 from shared.card import ModelCard
-from shared.client import Result, UnknownModel
+from shared.client import Result, UnknownModel, UnknownRequest
 from shared.commands import Generate
 from shared.events import Delta, Event, Finished, Queued, Started, Usage
 from shared.text import Tokenizer
@@ -124,7 +124,9 @@ class ScriptedFleet:
         raise NotImplementedError
 
     async def result(self, request_id: str) -> Result:
-        raise NotImplementedError
+        if request_id not in {command.id for command in self.commands}:
+            raise UnknownRequest(request_id)
+        return Result(request_id, "running", "", [], None)
 
     async def abort(self, request_id: str, reason: str = "aborted") -> str:
         self.aborts.append((request_id, reason))

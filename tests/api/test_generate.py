@@ -230,3 +230,19 @@ async def test_an_early_failure_has_its_own_status(
     assert response.error["message"] == "because"
     assert fleet.aborts == []
     assert fleet.closed == 1
+
+
+async def test_a_request_is_ended_by_the_id_that_its_answer_has_told(caller: Caller, fleet: ScriptedFleet) -> None:
+    for path, body in (
+        ("/generate", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+    ):
+        told = (await caller.post(path, body)).headers["x-diffleet-request"]
+        assert told == fleet.commands[-1].id
+        ended = await caller.call("DELETE", f"/generate/{told}", b"", {})
+        assert (ended.status, ended.json()["state"]) == (200, "running")
+        assert fleet.aborts[-1] == (told, "cancelled")
+    before = list(fleet.aborts)
+    unknown = await caller.call("DELETE", "/generate/r_org/demo.0_01M8G46GYM81Z18DX6SY52ZA27", b"", {})
+    assert (unknown.status, unknown.error["code"]) == (404, "not_found")
+    assert fleet.aborts == before

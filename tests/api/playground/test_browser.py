@@ -175,15 +175,22 @@ def test_a_reload_keeps_the_result_its_replay_and_the_settings(page: Page, url: 
     expect(page.locator(".canvas .cell.mask")).to_have_count(BLOCK // 2)
 
 
-def test_a_reload_in_the_middle_keeps_what_was_shown_and_says_so(page: Page, url: str, fleet: ScriptedFleet) -> None:
+def test_a_reload_in_the_middle_follows_the_same_request_to_its_end(page: Page, url: str, fleet: ScriptedFleet) -> None:
     fleet.script = denoise(hang_after=2)
     visit(page, url)
     generate(page)
     expect(page.locator(".block")).to_have_count(2)
+    fleet.script = denoise()
     page.reload()
-    expect(page.locator(".card .state")).to_have_text("ended by the reload of this page")
-    assert TEXT.startswith(text_of(page))
+    ended(page)
+    assert text_of(page) == TEXT
+    first, again = fleet.idempotency_keys
+    assert first is not None and first == again
+    assert fleet.aborts == []
     expect(page.get_by_role("button", name="Generate")).to_be_enabled()
+    generate(page, "Another question")
+    ended(page)
+    assert len(set(fleet.idempotency_keys)) == 2
 
 
 def test_two_settings_run_side_by_side_on_one_seed(page: Page, url: str, fleet: ScriptedFleet, artifacts: Path) -> None:
