@@ -3,6 +3,7 @@
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from api.queue_metrics import QueueMetrics
 from api.vllm_metrics import VllmNames
 from shared.events import Finished
 
@@ -63,7 +64,7 @@ class Metrics:
             "diffleet_completion_tokens", "Produced tokens of finished requests.", ("model",), registry=registry
         )
         self.forwards = Counter(
-            "diffleet_forwards", "Denoising forwards of finished requests.", ("model",), registry=registry
+            "diffleet_denoising_forwards", "Denoising forwards of finished requests.", ("model",), registry=registry
         )
         self.tokens_per_forward = Histogram(
             "diffleet_tokens_per_forward",
@@ -72,6 +73,14 @@ class Metrics:
             buckets=_TOKENS_PER_FORWARD,
             registry=registry,
         )
+
+        self.queued_aborts = Counter(
+            "diffleet_queued_aborts",
+            "Requests that this process aborted before a worker had claimed them.",
+            ("model",),
+            registry=registry,
+        )
+        self.queue = QueueMetrics(registry)
 
     def count_open(self, model: str, change: int) -> None:
         """Count a request that this process begins (1) or ceases (-1) to follow."""

@@ -7,6 +7,7 @@ from shared.card import ModelCard
 from shared.client import Result
 from shared.commands import Generate
 from shared.events import Event
+from shared.queue_state import QueueState
 from shared.text import Tokenizer
 
 
@@ -54,6 +55,20 @@ class Fleet(Protocol):
 
     async def workers(self, model: str) -> Sequence[object]:
         """Return the live ones."""
+        ...
+
+    async def queue(self, model: str) -> QueueState:
+        """Raises `shared.client.UnknownModel`, `shared.card.InvalidCard`."""
+        ...
+
+    @property
+    def reconnects(self) -> int:
+        """How often the subscription was made anew."""
+        ...
+
+    @property
+    def replays(self) -> int:
+        """How often the event log was read, to begin with or to close a gap."""
         ...
 
     async def ping(self) -> None: ...

@@ -16,6 +16,7 @@ from api.settings import ApiSettings
 from shared.client import RETENTION_MS, FleetUnavailable, IdempotencyConflict, QueueFull
 from shared.commands import Generate
 from shared.events import Delta, Event, Failed, Finished, Queued, Snapshot, Started
+from shared.keys import model_of
 from shared.telemetry import note
 
 logger = logging.getLogger("diffleet.api")
@@ -151,7 +152,9 @@ class Relay:
     async def _abort(self, request_id: str, reason: str) -> None:
         try:
             async with asyncio.timeout(self.settings.abort_wait_s):
-                await self._fleet.abort(request_id, reason)
+                state = await self._fleet.abort(request_id, reason)
+            if state == "aborted":  # at once: nobody had claimed it
+                self.metrics.queued_aborts.labels(model_of(request_id)).inc()
         except (FleetUnavailable, TimeoutError):
             logger.warning("a request could not be aborted", extra={"id": request_id, "reason": reason})
 

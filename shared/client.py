@@ -30,6 +30,7 @@ from shared.keys import GROUP, MODELS, Keys, model_of, new_request_id, partition
 from shared.keys import card as card_key
 from shared.lua import script
 from shared.memory import NO_BULK, NO_WORK, MemoryGauge
+from shared.queue_state import QueueState, read_queue
 from shared.roster import WorkerInfo, unpack_worker
 from shared.settings import ServiceSettings
 from shared.subscriber import Subscriber, Unknown
@@ -476,6 +477,21 @@ class FleetClient:
             if info := unpack_worker(fields):
                 infos.append(info)
         return infos
+
+    async def queue(self, model: str) -> QueueState:
+        """Return how full a model's lanes are, and how long requests wait in them; raises `UnknownModel`."""
+        parts = [Keys(partition(model, number)) for number in range((await self.card(model)).partitions)]
+        return await read_queue(self._link, parts)
+
+    @property
+    def reconnects(self) -> int:
+        """How often the subscription was made anew."""
+        return self._subscriber.reconnects
+
+    @property
+    def replays(self) -> int:
+        """How often the event log was read, to begin with or to close a gap."""
+        return self._subscriber.replays
 
     async def depth(self, model: str) -> int:
         """Return how many requests of a model are queued or running; raises `UnknownModel`."""

@@ -151,6 +151,7 @@ def _serve(settings: WorkerSettings) -> ExitCode:
         )
 
     heartbeat = Heartbeat(heart, pulse, settings.beat_s, bridge.held, bridge.judge, announce, give_up)
+    metrics.watch(lambda: announce().free, lambda: heartbeat.age_s, lambda: assembly.forward.seconds)
     try:
         bridge.start(_ANNOUNCE_S)
     except BridgeError as error:

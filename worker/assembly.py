@@ -16,6 +16,7 @@ from worker.engine.ports import Resume
 from worker.engine.scheduler import BatchLimits, CacheShape
 from worker.engine.window import cuts_windows
 from worker.memory import step_bytes
+from worker.metered import Metered
 from worker.models import ModelError, load_model
 from worker.models.spec import Commit, ModelSpec, kv_shapes
 from worker.runners import make_runner, runs_ahead
@@ -35,6 +36,7 @@ class Assembly:
     tokenizer: Tokenizer
     card: ModelCard
     placement: Placement
+    forward: Metered
 
 
 def assemble(settings: WorkerSettings) -> Assembly:
@@ -68,7 +70,8 @@ def assemble(settings: WorkerSettings) -> Assembly:
     def make_text(request: Generate, resume: Resume) -> TextStream:
         return TextStream(tokenizer, request.limits.stop, resume.text_length)
 
-    engine = Engine(spec, cache, limits, guarded(runner), make_text, Guards(tokenizer, spec))
+    forward = Metered(guarded(runner))
+    engine = Engine(spec, cache, limits, forward, make_text, Guards(tokenizer, spec))
     card = card_of(
         settings.served_name,
         settings.folder,
@@ -77,7 +80,7 @@ def assemble(settings: WorkerSettings) -> Assembly:
         settings.partitions,
         min(capacity, limits.largest_block) if cuts_windows(spec) else capacity,
     )
-    return Assembly(engine, spec, tokenizer, card, placement)
+    return Assembly(engine, spec, tokenizer, card, placement, forward)
 
 
 def cache_shape(

@@ -426,9 +426,13 @@ class Bridge:
     def _settled(self, slot: _Slot, outcome: Outcome) -> bool:
         """Return True if the event is in the log; else the request is lost or its log is being repaired."""
         match outcome:
-            case Outcome.OK | Outcome.DUPLICATE:
+            case Outcome.OK:
+                return True
+            case Outcome.DUPLICATE:
+                self._metrics.count_duplicate()
                 return True
             case Outcome.FENCED:
+                self._metrics.count_fenced_write()
                 self._lose(slot)
                 return False
             case Outcome.GAP:
@@ -442,6 +446,7 @@ class Bridge:
             self._lose(slot)
             return
         log.warning("the event log fell back; writing it again", extra={"request_id": slot.id})
+        self._metrics.count_rewritten()
         slot.pending.extendleft(replace(delta, epoch=slot.epoch) for delta in reversed(slot.written))
         slot.written.clear()
 

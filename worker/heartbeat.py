@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 
 from shared.connection import FleetUnavailable
@@ -39,7 +40,13 @@ class Heartbeat:
         self._info = info
         self._on_stuck = on_stuck
         self._stop = threading.Event()
+        self._answered_at = time.monotonic()
         self._thread = threading.Thread(target=self._main, name="heartbeat", daemon=True)
+
+    @property
+    def age_s(self) -> float:
+        """Time since the last beat that was answered; before the first, since the beginning."""
+        return time.monotonic() - self._answered_at
 
     def start(self) -> None:
         self._thread.start()
@@ -69,5 +76,6 @@ class Heartbeat:
         except FleetUnavailable as error:
             log.warning("beat failed: %s", error)
             return
+        self._answered_at = time.monotonic()
         if any(verdict.state is not HeldState.OK for verdict in verdicts.values()):
             self._judge(held, verdicts)

@@ -1,14 +1,16 @@
 """What the worker counts, for Prometheus."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from shared.events import Delta, Event, Failed, Finished, Snapshot
+from shared.events import Delta, Event, Failed, Finished, Snapshot, Usage
 from worker.engine.ports import Load, Outbox
 
 _STEP_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.4, 0.8, 1.6, 5.0, 30.0)
 _REQUEST_NFE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
+
+_PHASES = ("waiting", "first_block", "streaming")
 
 
 class Metrics:
@@ -33,13 +35,16 @@ class Metrics:
         self._model = model
         self._tokens = counter("generated_tokens", "Committed tokens.")
         self._blocks = counter("committed_blocks", "Committed blocks.")
-        self._forwards = counter("forwards", "Forwards of the model, whatever their number of rows.")
-        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests.")
+        self._forwards = counter("model_forwards", "Forwards of the model, whatever their number of rows.")
+        self._prompt_tokens = counter("finished_prompt_tokens", "Prompt tokens of finished requests.")
         self._nfe = counter("request_forwards", "Denoising forwards (NFE) of finished requests, summed over requests.")
         self._finished_tokens = counter("finished_tokens", "Tokens of finished requests.")
         self._claims = counter("claims", "Requests claimed.")
         self._reclaims = counter("reclaims", "Claims of requests that another claim had begun.")
         self._fenced = counter("fenced", "Requests lost to another worker.")
+        self._fenced_writes = counter("fenced_writes", "Writes refused because the request is another worker's.")
+        self._duplicates = counter("duplicate_writes", "Writes that were there already: their first answer was lost.")
+        self._rewritten = counter("logs_rewritten", "Event logs that had fallen back and were written again.")
         self._handed_back = counter("handed_back", "Requests handed back.")
         self._outages = counter("redis_errors", "Calls to Redis that failed and were tried again.")
         self._malformed = gauge("malformed_entries", "Entries removed from the queue that no submit had written.")
@@ -47,6 +52,18 @@ class Metrics:
         self._terminal = Counter(
             "diffleet_requests", "Requests by the way they ended.", ("model", "outcome"), registry=self.registry
         )
+        self._aborts = Counter(
+            "diffleet_aborts",
+            "Claimed requests that were aborted, by how far they had come.",
+            ("model", "phase"),
+            registry=self.registry,
+        )
+        for phase in _PHASES:
+            self._aborts.labels(model, phase)
+        self._forward_seconds = counter(
+            "forward_seconds", "Time of the steps that was spent in the forward, its waiting for the device included."
+        )
+        self._prefix_hits = counter("prefix_hit_tokens", "Prompt tokens not prefilled, for their keys were cached.")
         self._step_seconds = histogram("step_seconds", "Duration of one engine step.", _STEP_BUCKETS)
         self._request_nfe = histogram("request_nfe", "Denoising forwards of one request.", _REQUEST_NFE_BUCKETS)
         self._rows = gauge("rows_running", "Requests being decoded.")
@@ -55,14 +72,30 @@ class Metrics:
         self._pages = gauge("kv_pages", "KV pages.")
         self._preemptions = gauge("preemptions", "Times that a row gave its pages to an older one.")
         self._tokens_per_forward = gauge(
-            "tokens_per_forward", "Tokens of finished requests over their denoising forwards, since the start."
+            "mean_tokens_per_forward", "Tokens of finished requests over their denoising forwards, since the start."
         )
+        self._slots_free = gauge("slots_free", "Requests that could be claimed on top of those held.")
+        self._beat_age = gauge("beat_age_seconds", "Time since the last heartbeat that Redis answered.")
+        self._forward_s: Callable[[], float] = lambda: 0.0
+        self._forward_seen_s = 0.0
+        self._hits_seen = 0
         self._finished_total = 0
         self._nfe_total = 0
+
+    def watch(
+        self, slots_free: Callable[[], float], beat_age_s: Callable[[], float], forward_s: Callable[[], float]
+    ) -> None:
+        """Ask these from now on: the first two at each scrape, the time of all forwards so far after each step."""
+        self._forward_s = forward_s
+        self._slots_free.set_function(slots_free)
+        self._beat_age.set_function(beat_age_s)
 
     def count_step(self, outbox: Outbox, load: Load, seconds: float) -> None:
         """Account for one step that ran `seconds`."""
         self._forwards.inc()
+        total_s = self._forward_s()
+        self._forward_seconds.inc(total_s - self._forward_seen_s)
+        self._forward_seen_s = total_s
         self._step_seconds.observe(seconds)
         self._count_events(outbox.events)
         self.show(load)
@@ -73,6 +106,8 @@ class Metrics:
         self._pages_free.set(load.free_pages)
         self._pages.set(load.total_pages)
         self._preemptions.set(load.preemptions)
+        self._prefix_hits.inc(load.cached_tokens - self._hits_seen)
+        self._hits_seen = load.cached_tokens
 
     def show_malformed(self, count: int) -> None:
         self._malformed.set(count)
@@ -84,6 +119,15 @@ class Metrics:
 
     def count_fenced(self) -> None:
         self._fenced.inc()
+
+    def count_fenced_write(self) -> None:
+        self._fenced_writes.inc()
+
+    def count_duplicate(self) -> None:
+        self._duplicates.inc()
+
+    def count_rewritten(self) -> None:
+        self._rewritten.inc()
 
     def count_hand_back(self) -> None:
         self._handed_back.inc()
@@ -120,6 +164,8 @@ class Metrics:
 
     def _account(self, event: Finished) -> None:
         usage = event.usage
+        if event.reason == "aborted":
+            self._aborts.labels(self._model, _phase(usage)).inc()
         self._prompt_tokens.inc(usage.prompt_tokens)
         self._finished_tokens.inc(usage.completion_tokens)
         self._nfe.inc(usage.nfe)
@@ -128,3 +174,10 @@ class Metrics:
         self._nfe_total += usage.nfe
         if self._nfe_total:
             self._tokens_per_forward.set(self._finished_total / self._nfe_total)
+
+
+def _phase(usage: Usage) -> str:
+    """Return how far a request had come: waiting for a row or its prefill, in its first block, or behind it."""
+    if not usage.nfe:
+        return "waiting"
+    return "streaming" if usage.blocks else "first_block"

@@ -63,7 +63,8 @@ async def get_version() -> Response:
 
 @router.get("/metrics")
 async def metrics(services: ServicesDep) -> Response:
-    """Prometheus exposition."""
+    """Prometheus exposition; the queue's series are read from Redis now."""
+    await services.metrics.queue.read(services.fleet, services.settings.health_timeout_s)
     return Response(services.metrics.exposition(), media_type=CONTENT_TYPE)
 
 

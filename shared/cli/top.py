@@ -19,7 +19,7 @@ from shared.cli.census import Census, ModelView, take_census
 from shared.cli.exposition import sums
 from shared.cli.operations import operating
 
-FROM_API = ("diffleet_completion_tokens_total", "diffleet_forwards_total")
+FROM_API = ("diffleet_completion_tokens_total", "diffleet_denoising_forwards_total")
 FROM_WORKERS = (
     "diffleet_generated_tokens_total",
     "diffleet_kv_pages",
@@ -172,9 +172,5 @@ def _merged(texts: Sequence[str], model: str) -> dict[str, float]:
     merged: dict[str, float] = {}
     for text in texts:
         for name, value in sums(text, (*FROM_API, *FROM_WORKERS), model).items():
-            # The api and the workers both count forwards, under one name: the workers' are forwards of the model for
-            # all rows together, and only beside their own tokens.
-            if name == "diffleet_forwards_total" and "diffleet_step_seconds_count" in text:
-                continue
             merged[name] = merged.get(name, 0.0) + value
     return merged

@@ -16,6 +16,7 @@ from shared.card import ModelCard
 from shared.client import Result, UnknownModel, UnknownRequest
 from shared.commands import Generate
 from shared.events import Delta, Event, Finished, Queued, Started, Usage
+from shared.queue_state import QueueState
 from shared.text import Tokenizer
 from tests.shared.tokenizers_for_tests import byte_level, byte_level_files
 
@@ -81,6 +82,9 @@ class ScriptedFleet:
     queue_limits: list[int] = field(default_factory=list[int])
     idempotency_keys: list[str | None] = field(default_factory=list[str | None])
     closed: int = 0
+    queues: dict[str, QueueState] = field(default_factory=dict[str, QueueState])
+    reconnects: int = 0
+    replays: int = 0
     waits: int = 0
     """Scripts that have come to a wait."""
 
@@ -148,6 +152,10 @@ class ScriptedFleet:
     async def workers(self, model: str) -> Sequence[object]:
         self._check()
         return ["w"] * self.live
+
+    async def queue(self, model: str) -> QueueState:
+        self._check()
+        return self.queues.get(model, QueueState((), 0))
 
     async def ping(self) -> None:
         self._check()

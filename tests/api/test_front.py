@@ -134,7 +134,7 @@ async def test_metrics_count_and_have_no_label_that_callers_invent(caller: Calle
     values = {sample.name: sample.value for sample in samples}
     assert values["diffleet_prompt_tokens_total"] == 1
     assert values["diffleet_completion_tokens_total"] == 11
-    assert values["diffleet_forwards_total"] == 6
+    assert values["diffleet_denoising_forwards_total"] == 6
     assert "someone" not in text and "made-up" not in text
 
 

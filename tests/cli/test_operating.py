@@ -42,9 +42,11 @@ def census(steps: int, *, workers: int = 1) -> Census:
 
 def test_top_shows_lanes_workers_and_the_rates_since_an_earlier_look() -> None:
     before = Sample(
-        10.0, census(100), {"m": {"diffleet_completion_tokens_total": 10.0, "diffleet_forwards_total": 5.0}}
+        10.0, census(100), {"m": {"diffleet_completion_tokens_total": 10.0, "diffleet_denoising_forwards_total": 5.0}}
     )
-    now = Sample(12.0, census(150), {"m": {"diffleet_completion_tokens_total": 40.0, "diffleet_forwards_total": 17.0}})
+    now = Sample(
+        12.0, census(150), {"m": {"diffleet_completion_tokens_total": 40.0, "diffleet_denoising_forwards_total": 17.0}}
+    )
     text = shown(now, before)
     assert "1 worker · 3 running · 4 open · 15.0 tokens/s · 2.50 tokens/forward" in text
     assert re.search(r"std +4 +12.5 s", text)

@@ -343,7 +343,7 @@ def test_c39_metrics_count_a_known_load(fleet: LiveFleet) -> None:
         ("vllm:generation_tokens_total", "completion_tokens"),
         ("vllm:diffusion_num_committed_tokens_total", "completion_tokens"),
         ("vllm:diffusion_num_denoising_steps_total", "nfe"),
-        ("diffleet_forwards_total", "nfe"),
+        ("diffleet_denoising_forwards_total", "nfe"),
         ("diffleet_completion_tokens_total", "completion_tokens"),
     ):
         assert totals[name] == sum(usage[field] for usage in usages)

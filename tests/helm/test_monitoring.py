@@ -84,14 +84,21 @@ def test_34_a_metric_that_does_not_exist_would_be_found() -> None:
     assert not {"diffleet_nothing_total"} & KNOWN
 
 
-def test_34_series_of_one_name_in_both_processes_are_told_apart() -> None:
-    # Both export diffleet_forwards_total and the like: a sum over both would count twice.
-    shared = API & WORKER
-    for where, query in dashboard_queries():
-        for name in names_of(query) & shared:
-            assert re.search(rf'{name}\{{[^}}]*component="(api|worker)"', query), where
-    for alert in alerts():
-        assert not names_of(alert["expr"]) & shared, alert["alert"]
+def test_34_no_name_means_one_thing_in_the_api_and_another_in_the_workers() -> None:
+    # A sum over both would count twice. Also not by a suffix: a histogram x has the series x_count.
+    assert not API & WORKER
+    assert not {name.removesuffix("_total") for name in API} & {name.removesuffix("_total") for name in WORKER}
+
+
+def test_34_of_the_queue_every_api_process_tells_the_same_so_nothing_is_added_over_them() -> None:
+    told = {"diffleet_queue_requests", "diffleet_queue_claimed", "diffleet_queue_age_seconds"}
+    told |= {"diffleet_dead_letters", "diffleet_workers_alive"}
+    queries = [*dashboard_queries(), *((alert["alert"], alert["expr"]) for alert in alerts())]
+    found = [(where, query) for where, query in queries if names_of(query) & told]
+    assert len(found) > 6
+    for where, query in found:
+        for name in names_of(query) & told:
+            assert re.search(rf"max(?: by \([^)]*\))? ?\({name}\{{", query), where
 
 
 def test_34_queries_ask_the_process_that_has_the_metric() -> None:
@@ -108,6 +115,15 @@ def test_34_the_monitors_set_the_label_that_the_dashboards_ask_for() -> None:
     assert {"targetLabel": "component", "replacement": "worker"} in pods["spec"]["podMetricsEndpoints"][0][
         "relabelings"
     ]
+
+
+def test_34_the_documentation_lists_every_metric_and_no_other() -> None:
+    page = (CHART.parents[1] / "docs" / "operations.md").read_text()
+    table = page.partition("## Metrics")[2].partition("\n- ")[0]
+    documented = re.findall(r"`([a-z_]+)`", table.partition("|---|")[2])
+    assert len(set(documented)) == len(documented)
+    exported = {re.sub("_(bucket|sum|count)$", "", name) for name in API | WORKER if name.startswith("diffleet_")}
+    assert {f"diffleet_{name}" for name in documented} == exported
 
 
 def test_34_nothing_of_monitoring_is_rendered_unasked() -> None:
@@ -143,6 +159,9 @@ def test_35_the_alerts_cover_what_can_go_wrong_and_each_has_a_runbook() -> None:
     assert names >= {
         "DiffleetWorkersMissing",
         "DiffleetQueueGrows",
+        "DiffleetQueueOld",
+        "DiffleetDeadLetters",
+        "DiffleetQueueUnreachable",
         "DiffleetFirstBlockSlow",
         "DiffleetGpuPodsPending",
         "DiffleetScalingFails",
@@ -172,6 +191,6 @@ def test_the_default_query_of_the_prometheus_trigger_is_about_this_model() -> No
     pool = {"model": {"name": "m"}, "scaling": {"enabled": True, "prometheus": {"enabled": True, "serverAddress": "x"}}}
     (scaled,) = render({"redis": {"host": "redis"}, "pools": {"p": pool}}).of("ScaledObject")
     late = scaled["spec"]["triggers"][-1]["metadata"]
-    # Without `or vector(0)` a pool at zero would have no series, which is an error that the fallback answers.
-    assert late["query"] == 'sum(diffleet_rows_waiting{model="m"}) or vector(0)'
+    # Without `or vector(0)` a front that cannot reach Redis would have no series, an error that the fallback answers.
+    assert late["query"] == 'max(diffleet_queue_age_seconds{model="m"}) or vector(0)'
     assert late["ignoreNullValues"] == "false"

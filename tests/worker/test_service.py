@@ -191,6 +191,6 @@ def test_steps_and_their_outcome_are_counted(tmp_path: Path) -> None:
     worker.stop_at(1)
     worker.service.run()
     lines = worker.metrics.render().decode().splitlines()
-    assert 'diffleet_forwards_total{model="tiny"} 3.0' in lines
+    assert 'diffleet_model_forwards_total{model="tiny"} 3.0' in lines
     assert 'diffleet_requests_total{model="tiny",outcome="stop_token"} 1.0' in lines
-    assert 'diffleet_tokens_per_forward{model="tiny"} 2.0' in lines
+    assert 'diffleet_mean_tokens_per_forward{model="tiny"} 2.0' in lines
