@@ -226,6 +226,8 @@ class AheadRunner:
                 decision.failed[index] = found.failed[place]
                 if place in found.logprobs:
                     decision.logprobs[index] = found.logprobs[place]
+                if place in found.dead_ends:
+                    decision.dead_ends[index] = found.dead_ends[place]
 
     # --- the rows on the device
 

@@ -16,6 +16,7 @@ from worker.models.checkpoint import read_checkpoint
 
 DATA = Path(__file__).parent / "data"
 DEVICE = os.environ.get("DIFFLEET_DEVICE", "cpu")
+DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}[os.environ.get("DIFFLEET_DTYPE", "float32")]
 AHEAD = os.environ.get("DIFFLEET_STEP_AHEAD") == "on"
 """Let the device lead the rows of the families that allow it."""
 Entry = dict[str, Any]
@@ -39,7 +40,7 @@ class GoldenFolder:
     def arrays(self) -> dict[str, Tensor]:
         return _arrays(self.path)
 
-    def model(self, dtype: torch.dtype = torch.float32) -> LoadedModel:
+    def model(self, dtype: torch.dtype = DTYPE) -> LoadedModel:
         return _model(self.path, dtype)
 
 

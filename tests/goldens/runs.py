@@ -45,11 +45,11 @@ def replay(runs: Iterable[Run]) -> Draw:
     Positions and steps are [rows, block] or broadcast to it; numbers that no reference drew are the product's own.
     """
     known = {run.request.sampling.seed: run for run in runs if run.uniforms is not None}
-    lane = torch.tensor(0)
 
     def draw(seed: Tensor, position: Tensor, step: Tensor) -> Tensor:
         seed, position, step = torch.broadcast_tensors(seed, position, step)
-        drawn = uniform(seed, position, step, lane)
+        device = position.device
+        drawn = uniform(seed, position, step, torch.tensor(0, device=device))
         for row, number in enumerate(seed[:, 0].tolist()):
             if number not in known:
                 continue
@@ -59,7 +59,7 @@ def replay(runs: Iterable[Run]) -> Draw:
             block = place // (run.request.block_length or run.uniforms.shape[1])
             index = step[row] + block * run.steps_per_block
             inside = (place >= 0) & (place < run.uniforms.shape[1]) & (index < run.uniforms.shape[0])
-            drawn[row, inside] = run.uniforms[index[inside], place[inside]]
+            drawn[row, inside] = run.uniforms.to(device)[index[inside], place[inside]]
         return drawn
 
     return draw

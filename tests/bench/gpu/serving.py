@@ -7,6 +7,7 @@ $OUT/serving.jsonl (or the current directory).
 
 import argparse
 import asyncio
+import contextlib
 import gc
 import json
 import logging
@@ -263,6 +264,7 @@ def write_folder(folder: Path, vocab: int) -> None:
 
 
 async def bench_path(name: str, report: Report, concurrencies: list[int], rounds: int, block: int, steps: int) -> None:
+    from shared.cli.exits import Stop
     from shared.cli.local_fleet import LocalFleet, LocalFleetOptions
     from shared.cli.progress import Reporter
     from shared.embedded import EmbeddedServer
@@ -282,7 +284,12 @@ async def bench_path(name: str, report: Report, concurrencies: list[int], rounds
             host="127.0.0.1", port=8123, workers=0, model=str(folder), model_name="random", redis_url=None,
             data_dir=Path(root) / "data", start_timeout_s=60.0, drain_s=1.0,
         )  # fmt: skip
-        async with LocalFleet(options, Reporter(sys.stderr)):
+        try:
+            served_by = await LocalFleet(options, Reporter(sys.stderr)).__aenter__()
+        except Stop as stop:
+            raise RuntimeError("\n".join([str(stop), *stop.details])) from stop
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_exit(served_by)
             env = {**os.environ, "DIFFLEET_REDIS_URL": EmbeddedServer(options.data_dir).url}
             command = [sys.executable, "-m", "tests.bench.gpu.random_worker", name, str(block), str(steps)]
             with (Path(os.environ.get("OUT", ".")) / "worker.log").open("w") as log:
