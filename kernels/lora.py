@@ -5,15 +5,15 @@ from torch import Tensor
 
 
 def lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, adapter: Tensor, scale: Tensor) -> Tensor:
-    """Return y + scale * (x a^T) b^T, each token with its own adapter.
+    """Return y + scale * (x a^T) b^T, each token with its own adapter and scale.
 
     y [tokens, outputs], x [tokens, inputs], a [adapters, rank, inputs], b [adapters, outputs, rank] (smaller ranks are
-    padded with zeros), adapter [tokens] int64, -1 for none, scale [adapters] float32. Products are float32.
+    padded with zeros), adapter [tokens] int64, -1 for none, scale [tokens] float32. Products are float32.
     """
     delta = torch.zeros(y.shape, dtype=torch.float32, device=y.device)
     for number in adapter.unique().tolist():
         if number >= 0:
             tokens = (adapter == number).nonzero()[:, 0]
             low = x[tokens].float() @ a[number].float().T
-            delta[tokens] = scale[number] * (low @ b[number].float().T)
+            delta[tokens] = scale[tokens, None] * (low @ b[number].float().T)
     return (y.float() + delta).to(y.dtype)

@@ -23,7 +23,7 @@ COUNT_LIMIT = 2**31
 MS_LIMIT = 2**41
 MOST_LOGPROBS = 20
 
-_CONSEQUENTIAL = ("embed", "edits", "logprobs", "constraint")
+_CONSEQUENTIAL = ("embed", "edits", "logprobs", "constraint", "lora")
 """Fields that a worker must know if they are set: without them the answer would be to another question."""
 
 Lane = Literal["rt", "std", "bulk"]
@@ -107,6 +107,21 @@ class Limits(_Part):
     total_ms: int | None = Field(default=None, ge=1, lt=MS_LIMIT, description="Expire if not finished by then.")
 
 
+class LoraUse(_Part):
+    """A low-rank adapter that a request runs under, with everything that a worker needs to load it.
+
+    The submitter fills it from the registry (`shared.lora`), so that an adapter that is deleted, or replaced, while a
+    request waits changes nothing of that request.
+    """
+
+    name: str = Field(min_length=1, max_length=96)
+    scale: float = Field(default=1.0, ge=-100.0, le=100.0, description="Factor beside the adapter's own alpha / rank.")
+    path: str = Field(
+        max_length=4096, description="Folder in the model store, which every worker has in its own place."
+    )
+    digest: str = Field(pattern=r"^[0-9a-f]{64}$", description="sha256 over its files.")
+
+
 class Preview(_Part):
     """Ask for snapshots of the canvas between commits; they are never stored and first to be dropped."""
 
@@ -131,6 +146,9 @@ class Generate(_Part):
     cache_prompt: bool = Field(
         default=True,
         description="Reuse the keys of a text that another request has written, and let others reuse these.",
+    )
+    lora: tuple[LoraUse, ...] = Field(
+        default=(), max_length=8, description="Adapters whose effects are summed; none: the base model."
     )
     embed: bool = Field(
         default=False,

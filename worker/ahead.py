@@ -90,6 +90,7 @@ def _is_plain(row: Row, canvas: Canvas, block: int) -> bool:
         and row.guide is None
         and row.positions is None
         and row.near is None
+        and not row.lora
         and not (canvas.last or canvas.seed or canvas.shift or any(canvas.editable) or canvas.forbidden)
         and canvas.guarded is None
         and not (canvas.decoding.stops_last and canvas.stop_token_ids)

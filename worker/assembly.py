@@ -1,14 +1,18 @@
 """From settings to an engine on a device: what the service and the in-process loop have in common."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from shared.adapters import TARGETS_FILE, pack_targets
 from shared.card import CARD_FILES, ModelCard
 from shared.commands import Generate
 from shared.text import InvalidTokenizer, TextStream, Tokenizer
+from worker.adapters.store import AdapterStore
+from worker.adapters.targets import Target, find_targets, shapes_of
+from worker.adapters.weights import Adapter, load_adapter
 from worker.constraints import Guards
 from worker.device import Placement, free_memory, guarded, place
 from worker.engine.engine import Engine
@@ -37,6 +41,8 @@ class Assembly:
     card: ModelCard
     placement: Placement
     forward: Metered
+    adapters: AdapterStore | None
+    """None: without a model store there are none."""
 
 
 def assemble(settings: WorkerSettings) -> Assembly:
@@ -53,7 +59,11 @@ def assemble(settings: WorkerSettings) -> Assembly:
         settings.token_budget,
         pages_ahead=runs_ahead(model.spec, placement.device, settings.step_ahead),
     )
-    cache = cache_shape(settings, model.spec, placement, lambda page_size: step_bytes(model, limits, page_size))
+    targets = find_targets(model) if settings.model_store is not None else {}
+    adapters = _adapter_store(settings, targets, placement)
+    # Adapters lie there once as they were loaded, and once side by side for the batch.
+    kept = 2 * settings.lora_memory_mb * _MIB if adapters is not None else 0
+    cache = cache_shape(settings, model.spec, placement, lambda page_size: kept + step_bytes(model, limits, page_size))
     # A longer request could never run here, so nobody should be told that it may.
     capacity = cache.page_size * cache.num_pages
     spec = replace(model.spec, max_model_len=min(model.spec.max_model_len, capacity))
@@ -65,6 +75,7 @@ def assemble(settings: WorkerSettings) -> Assembly:
         max_rows=settings.max_rows,
         max_model_len=spec.max_model_len,
         ahead=limits.pages_ahead,
+        adapters=adapters,
     )
 
     def make_text(request: Generate, resume: Resume) -> TextStream:
@@ -79,8 +90,23 @@ def assemble(settings: WorkerSettings) -> Assembly:
         tokenizer,
         settings.partitions,
         min(capacity, limits.largest_block) if cuts_windows(spec) else capacity,
+        targets,
     )
-    return Assembly(engine, spec, tokenizer, card, placement, forward)
+    return Assembly(engine, spec, tokenizer, card, placement, forward, adapters)
+
+
+def _adapter_store(
+    settings: WorkerSettings, targets: Mapping[str, Target], placement: Placement
+) -> AdapterStore | None:
+    if settings.model_store is None or not targets:
+        return None
+    if not settings.model_store.is_dir():
+        raise ModelError(f"model_store: {settings.model_store}: no such folder")
+
+    def load(folder: Path) -> Adapter:
+        return load_adapter(folder, targets, placement.device, placement.dtype)
+
+    return AdapterStore(settings.model_store, load, settings.lora_memory_mb * _MIB)
 
 
 def cache_shape(
@@ -113,8 +139,12 @@ def card_of(
     tokenizer: Tokenizer,
     partitions: int = 1,
     largest_block: int | None = None,
+    targets: Mapping[str, Target] | None = None,
 ) -> ModelCard:
-    """Return what fronts must know of the model."""
+    """Return what fronts must know of the model; `targets` are the layers that may have adapters."""
+    files = {name: (folder / name).read_bytes() for name in CARD_FILES if (folder / name).is_file()}
+    if targets:
+        files[TARGETS_FILE] = pack_targets(shapes_of(targets))
     return ModelCard(
         name=name,
         family=spec.family,
@@ -130,7 +160,7 @@ def card_of(
         partitions=partitions,
         largest_block=largest_block,
         embedding_size=0 if spec.commit is Commit.ENCODED else spec.hidden_size,
-        files={name: (folder / name).read_bytes() for name in CARD_FILES if (folder / name).is_file()},
+        files=files,
     )
 
 

@@ -13,16 +13,17 @@ from kernels.attention import plan_attention, upload
 from kernels.token_stats import Filters, Noise, Proposals
 from shared.commands import Sampling
 from shared.events import TokenLogprob
+from worker.adapters.stack import AdapterStack, Residents
 from worker.constraints.filling import Filling
 from worker.decoding import decide, needs_entropy, needs_margin
 from worker.decoding.stops_last import rank_without
 from worker.decoding.types import BlockView, Draw, TokenStats, draw_position
-from worker.engine.plan import Canvas, Plan
+from worker.engine.plan import Canvas, Plan, Row
 from worker.engine.ports import Decision
 from worker.logit_edits import edit_logits
 from worker.logprobs import report
 from worker.models import LoadedModel
-from worker.models.layers import ForwardContext
+from worker.models.layers import ForwardContext, LowRank
 from worker.models.spec import NO_MASK, ModelSpec
 
 # Logits live in float32 while they are looked at; more positions than this many elements allow go one part after
@@ -42,8 +43,10 @@ class Runner:
         page_size: int,
         device: torch.device | str = "cpu",
         draw: Draw = draw_position,
+        adapters: Residents | None = None,
     ) -> None:
-        """`draw` is where random orders come from; tests put a reference's recorded numbers there.
+        """`draw` is where random orders come from; tests put a reference's recorded numbers there. `adapters` has those
+        that rows run under.
 
         There is one page more, number `num_pages`: for writes that nobody reads.
         """
@@ -56,6 +59,7 @@ class Runner:
         self.page_size = page_size
         self.num_pages = num_pages
         self._draw = draw
+        self._adapters = None if adapters is None else AdapterStack(adapters, self._device)
         shape = (2, spec.num_layers, num_pages + 1, page_size, spec.num_kv_heads, spec.head_dim)
         keys, values = torch.zeros(shape, dtype=model.dtype, device=self._device)
         self.kv = tuple(zip(keys, values, strict=True))
@@ -111,10 +115,18 @@ class Runner:
             ),
             kv=self.kv,
             near=near,
+            lora=self._lora(rows),
         )
         inputs = [row.token_ids for row in plan.rows] + [guide.token_ids for _, guide in guided]
         token_ids = self._integers([token for ids in inputs for token in ids])
         return self._module.forward(token_ids, context, self._integers(sources))
+
+    def _lora(self, rows: ReadOnly[Row]) -> LowRank | None:
+        if self._adapters is None:
+            if any(row.lora for row in rows):
+                raise ValueError("a row asks for adapters, and this runner has none")
+            return None
+        return self._adapters.of([row.lora for row in rows], [len(row.token_ids) for row in rows])
 
     def _propose(self, hidden: Tensor, canvases: "_Canvases") -> Proposals:
         """Return proposals for all wanted positions, in order of `canvases.places`."""

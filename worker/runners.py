@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from worker.adapters.stack import Residents
 from worker.ahead import AheadRunner, bucket_sizes, goes_ahead, make_graphs
 from worker.canvas_runner import CanvasRunner
 from worker.engine.ports import Forward
@@ -30,17 +31,18 @@ def make_runner(
     max_rows: int = 32,
     max_model_len: int | None = None,
     ahead: bool = False,
+    adapters: Residents | None = None,
 ) -> Forward:
     """Return the runner for a model: canvases of noise have one of their own.
 
     With `ahead` the steps of up to `max_rows` rows are captured, which takes seconds and is logged. No text is longer
-    than `max_model_len`.
+    than `max_model_len`. `adapters` has those that rows run under.
     """
     if model.spec.commit is Commit.ENCODED:
         return CanvasRunner(model, num_pages, page_size, device)
     if max_model_len is not None:
         model = replace(model, spec=replace(model.spec, max_model_len=max_model_len))
-    runner = Runner(model, num_pages, page_size, device)
+    runner = Runner(model, num_pages, page_size, device, adapters=adapters)
     if not ahead:
         return runner
     graphs = make_graphs(runner, max_rows)

@@ -48,6 +48,13 @@ class WorkerSettings(ServiceSettings):
         default=2048, ge=1, description="Query tokens of one step, shared by prompts and denoising."
     )
 
+    model_store: Path | None = Field(
+        default=None, description="Folder with the adapters that requests may name; unset: the base model only."
+    )
+    lora_memory_mb: int = Field(
+        default=1024, ge=1, description="MiB for loaded adapters; as much again holds those of a batch side by side."
+    )
+
     lease_ms: int = Field(
         default=15_000, ge=400, le=600_000, description="A worker silent for so long loses its requests to another."
     )

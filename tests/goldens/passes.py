@@ -9,7 +9,7 @@ from kernels.attention import plan_attention
 from tests.goldens.folder import Entry, GoldenFolder
 from worker.engine.plan import visible_ends
 from worker.models import LoadedModel
-from worker.models.layers import ForwardContext
+from worker.models.layers import ForwardContext, LowRank
 from worker.models.spec import Attention
 
 
@@ -45,7 +45,7 @@ def to_passes(folder: GoldenFolder, entry: Entry) -> list[Pass]:
 
 
 @torch.inference_mode()
-def run_pass(model: LoadedModel, wanted: Pass, page_size: int = 8) -> Tensor:
+def run_pass(model: LoadedModel, wanted: Pass, page_size: int = 8, lora: LowRank | None = None) -> Tensor:
     """Return our logits [compared, vocab] for what `wanted` compares, on the CPU."""
     count = -(-len(wanted.token_ids) // page_size)
     # Pages in falling order: a row's positions lie nowhere near each other.
@@ -53,6 +53,6 @@ def run_pass(model: LoadedModel, wanted: Pass, page_size: int = 8) -> Tensor:
     plan = plan_attention([0], [wanted.visible_end], pages, page_size, device=model.device, dtype=model.dtype)
     shape = (2, model.spec.num_layers, count, page_size, model.spec.num_kv_heads, model.spec.head_dim)
     keys, values = torch.zeros(shape, dtype=model.dtype, device=model.device)
-    context = ForwardContext(plan, wanted.positions.to(model.device), tuple(zip(keys, values, strict=True)))
+    context = ForwardContext(plan, wanted.positions.to(model.device), tuple(zip(keys, values, strict=True)), lora=lora)
     hidden = model.module.forward(wanted.token_ids.to(model.device), context)
     return model.module.logits(hidden[-len(wanted.logits) :]).cpu()

@@ -407,14 +407,16 @@ def test_grouped_experts_agree(dtype, tokens, count, hidden, inner, top_k):
 
 @product_dtypes
 @pytest.mark.parametrize(
-    "tokens, inputs, outputs, rank", [(1, 64, 48, 8), (37, 200, 130, 16)] + ([(256, 4096, 6144, 64)] if ON_GPU else [])
+    "tokens, inputs, outputs, rank",
+    [(1, 64, 48, 8), (37, 200, 130, 16), (20, 64, 48, 96), (20, 1100, 48, 16)]
+    + ([(256, 4096, 6144, 64)] if ON_GPU else []),
 )
 def test_mixed_adapters_agree(dtype, tokens, inputs, outputs, rank):
     y, x = normal(tokens, outputs, dtype=dtype, seed=1), normal(tokens, inputs, dtype=dtype, seed=2)
     a = normal(5, rank, inputs, dtype=dtype, seed=3, scale=inputs**-0.5)
     b = normal(5, outputs, rank, dtype=dtype, seed=4)
     adapter = integers(-1, 5, (tokens,), seed=5)
-    scale = torch.linspace(0.5, 2, 5, device=DEVICE)
+    scale = torch.linspace(0.5, 2, tokens, device=DEVICE)
     out = kernels.gpu.lora.lora(y, x, a, b, adapter, scale)
     # On a GPU float32 factors of bfloat16 inputs pass the matrix units in tf32.
     assert relative_error(out, lora(y.float(), x.float(), a.float(), b.float(), adapter, scale)) < TOLERANCE[dtype]

@@ -65,6 +65,7 @@ class Embedding(Sequence):
             canvas=None,
             near=near,
             pooled=True,
+            lora=self.lora,
         )
 
     def gather(self, end: int, total: ReadOnly[float]) -> bool:

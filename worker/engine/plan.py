@@ -174,6 +174,8 @@ class Row:
     guide: Guide | None = None
     pooled: bool = False
     """The sum over the query positions' hidden states is wanted."""
+    lora: tuple[tuple[str, float], ...] = ()
+    """(digest, scale) of the adapters that all its positions run under."""
 
     @property
     def end(self) -> int:

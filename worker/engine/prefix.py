@@ -27,10 +27,15 @@ def share_unit(spec: ModelSpec, block_length: int) -> int | None:
             return None
 
 
-def extend_keys(keys: list[bytes], tokens: ReadOnly[int], page_size: int, unit: int, end: int) -> None:
-    """Append the keys of the pages that lie in tokens [0, end) and have none yet."""
+def extend_keys(
+    keys: list[bytes], tokens: ReadOnly[int], page_size: int, unit: int, end: int, salt: bytes = b""
+) -> None:
+    """Append the keys of the pages that lie in tokens [0, end) and have none yet.
+
+    `salt` tells texts apart that the model reads in different ways: under other adapters.
+    """
     for page in range(len(keys), end // page_size):
-        before = keys[-1] if keys else unit.to_bytes(8, "little")
+        before = keys[-1] if keys else unit.to_bytes(8, "little") + salt
         content = b"".join(
             token.to_bytes(8, "little", signed=True) for token in tokens[page * page_size : (page + 1) * page_size]
         )

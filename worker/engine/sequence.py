@@ -137,6 +137,11 @@ class Sequence:
         return self.request.id
 
     @property
+    def lora(self) -> tuple[tuple[str, float], ...]:
+        """(digest, scale) of its adapters."""
+        return tuple((use.digest, use.scale) for use in self.request.lora)
+
+    @property
     def prompt_length(self) -> int:
         return len(self.request.prompt)
 
@@ -196,7 +201,7 @@ class Sequence:
         unit = share_unit(self.spec, self.block_length)
         if unit is None or page_size % unit or not self.request.cache_prompt or self.copies > 1:
             return []
-        extend_keys(self.keys, self.tokens, page_size, unit, end)
+        extend_keys(self.keys, self.tokens, page_size, unit, end, repr(self.lora).encode() if self.lora else b"")
         return self.keys[: max(end, 0) // page_size]
 
     def hold(self, shared: list[int], pages: list[int], page_size: int) -> None:
@@ -281,6 +286,7 @@ class Sequence:
             canvas=canvas,
             positions=positions,
             near=tuple(near) if spec.sliding_window else None,
+            lora=self.lora,
             guide=self._guide(positions or range(window.start, end)) if self.copies > 1 else None,
         )
 

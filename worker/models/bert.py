@@ -68,9 +68,11 @@ class _Layer(nn.Module):
         self.mlp_norm = LayerNorm(hidden, shape.eps, True, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        q, k, v = self.qkv.forward(x).view(x.shape[0], 3, self.heads, self.head_dim).unbind(1)
-        x = self.attention_norm.forward(x + self.out.forward(attend(q.contiguous(), k, v, self.number, context)))
-        return self.mlp_norm.forward(x + self.down.forward(F.gelu(self.up.forward(x))))
+        q, k, v = self.qkv.forward(x, context).view(x.shape[0], 3, self.heads, self.head_dim).unbind(1)
+        x = self.attention_norm.forward(
+            x + self.out.forward(attend(q.contiguous(), k, v, self.number, context), context)
+        )
+        return self.mlp_norm.forward(x + self.down.forward(F.gelu(self.up.forward(x, context)), context))
 
 
 class Bert(nn.Module):
@@ -124,6 +126,7 @@ def _name_slots(module: Bert) -> Slots:
         **name_linear("cls.predictions.transform.LayerNorm", module.transform_norm),
         "cls.predictions.bias": (module.bias,),
     }
+    module.transform.pieces.clear()  # behind the forward, where no adapter reaches it
     for layer in module.layers:
         prefix = f"bert.encoder.layer.{layer.number}."
         slots |= name_pieces(prefix + "attention.self.{}", ("query", "key", "value"), layer.qkv, [hidden] * 3)

@@ -43,8 +43,10 @@ def attend(
 
 
 def name_linear(name: str, linear: Linear | LayerNorm) -> dict[str, tuple[Tensor, ...]]:
-    """Return the places of a module's weight and bias."""
+    """Return the places of a module's weight and bias; a linear notes its name."""
     slots: dict[str, tuple[Tensor, ...]] = {f"{name}.weight": (linear.weight,)}
+    if isinstance(linear, Linear):
+        linear.pieces[name] = (0, linear.weight.shape[0])
     if linear.bias is not None:
         slots[f"{name}.bias"] = (linear.bias,)
     return slots

@@ -1,7 +1,7 @@
 """Building blocks of decoders over `kernels`. A forward's context is an argument; nothing here is global."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -51,6 +51,24 @@ class LayerShape:
 
 
 @dataclass(frozen=True, slots=True)
+class LowRank:
+    """Adapters of a forward's tokens, beside the weights (see `kernels.lora`)."""
+
+    stacks: "Mapping[Linear, tuple[Tensor, Tensor]]"
+    """For each adapted linear a [adapters, rank, inputs] and b [adapters, outputs, rank]."""
+    passes: tuple[tuple[Tensor, Tensor], ...]
+    """(adapter [tokens] int64, scale [tokens] float32): the first adapter of each token, the second, ..."""
+
+    def add(self, linear: "Linear", x: Tensor, y: Tensor) -> Tensor:
+        """Return y, the linear's output for x, with what the adapters add."""
+        pair = self.stacks.get(linear)
+        if pair is not None:
+            for adapter, scale in self.passes:
+                y = kernels.lora(y, x, *pair, adapter, scale)
+        return y
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardContext:
     """What a forward knows beside its hidden states."""
 
@@ -65,6 +83,8 @@ class ForwardContext:
     """[tokens] bool: text that is read; the others are a canvas (DiffusionGemma)."""
     condition: Tensor | None = None
     """[tokens, hidden]: what a canvas's tokens are conditioned on."""
+    lora: LowRank | None = None
+    """None: no token has an adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +109,12 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = empty_parameter(outputs, inputs, device=device, dtype=dtype)
         self.bias = empty_parameter(outputs, device=device, dtype=dtype) if bias else None
+        self.pieces: dict[str, tuple[int, int]] = {}
+        """Rows [first, end) of each projection, by the checkpoint's name of its module: where adapters go."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return kernels.linear(x, self.weight, self.bias)
+    def forward(self, x: Tensor, context: ForwardContext | None = None) -> Tensor:
+        y = kernels.linear(x, self.weight, self.bias)
+        return y if context is None or context.lora is None else context.lora.add(self, x, y)
 
 
 class Norm(nn.Module):
@@ -147,14 +170,14 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation, context: ForwardContext) -> Tensor:
         heads, kv_heads = self.shape.num_heads, self.shape.num_kv_heads
-        qkv = self.qkv.forward(x).view(x.shape[0], heads + 2 * kv_heads, self.shape.head_dim)
+        qkv = self.qkv.forward(x, context).view(x.shape[0], heads + 2 * kv_heads, self.shape.head_dim)
         k_pages, v_pages = context.kv[self.layer]
         slots = context.attention.slots
         q = kernels.rope_write(qkv, rotation.cos, rotation.sin, self.head_norm, self.shape.eps, k_pages, v_pages, slots)
         if rotation.query is not None:
             q = q * rotation.query
         mixed = kernels.attention(q, k_pages, v_pages, context.attention, self.scale)
-        return self.out.forward(mixed.reshape(x.shape[0], -1))
+        return self.out.forward(mixed.reshape(x.shape[0], -1), context)
 
 
 class GatedMLP(nn.Module):
@@ -165,8 +188,10 @@ class GatedMLP(nn.Module):
         self.gate_up = Linear(shape.hidden_size, 2 * shape.intermediate_size, False, device=device, dtype=dtype)
         self.down = Linear(shape.intermediate_size, shape.hidden_size, False, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down.forward(kernels.gated_linear(x, self.gate_up.weight))
+    def forward(self, x: Tensor, context: ForwardContext | None = None) -> Tensor:
+        if context is None or context.lora is None:
+            return self.down.forward(kernels.gated_linear(x, self.gate_up.weight))
+        return self.down.forward(kernels.swiglu(self.gate_up.forward(x, context)), context)
 
 
 class MoeMLP(nn.Module):
@@ -188,11 +213,11 @@ class MoeMLP(nn.Module):
         shared = replace(shape, intermediate_size=moe.shared_inner)
         self.shared = GatedMLP(shared, device=device, dtype=dtype) if moe.shared_inner else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, context: ForwardContext | None = None) -> Tensor:
         logits = F.linear(x.float(), self.router)
         ids, weights = kernels.route(logits, self.rule, self.selection_bias)
         routed = kernels.experts(x, ids, weights, self.gate_up, self.down)
-        return routed if self.shared is None else routed + self.shared.forward(x)
+        return routed if self.shared is None else routed + self.shared.forward(x, context)
 
 
 class DecoderLayer(nn.Module):
@@ -215,7 +240,7 @@ class DecoderLayer(nn.Module):
         normed, residual = self.attention_norm.forward(x, residual)
         attended = self.attention.forward(normed, rotation, context)
         normed, residual = self.mlp_norm.forward(attended, residual)
-        return self.mlp.forward(normed), residual
+        return self.mlp.forward(normed, context), residual
 
 
 class Decoder(nn.Module):

@@ -7,7 +7,7 @@ from shared.decoding import LowConfidenceDynamic
 from worker.models.checkpoint import Checkpoint
 from worker.models.facts import gather_facts
 from worker.models.layers import Decoder, LayerShape, MoeShape
-from worker.models.qwen import build_decoder, name_ends, name_mlp, read_shape, refuse
+from worker.models.qwen import build_decoder, name_ends, name_mlp, name_pieces, read_shape, refuse
 from worker.models.spec import Attention, ModelSpec
 from worker.models.weights import load_weights, stored_names
 
@@ -39,12 +39,8 @@ def build(checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype) -
         prefix, attention = f"model.layers.{number}.", layer.attention
         slots |= name_mlp(f"{prefix}mlp.", layer.mlp, stored)
         # Its rows are all query heads, all key heads, all value heads, as here.
-        slots[f"{prefix}attention.query_key_value.weight"] = (attention.qkv.weight,)
-        slots[f"{prefix}attention.dense.weight"] = (attention.out.weight,)
-        if attention.qkv.bias is not None:
-            slots[f"{prefix}attention.query_key_value.bias"] = (attention.qkv.bias,)
-        if attention.out.bias is not None:
-            slots[f"{prefix}attention.dense.bias"] = (attention.out.bias,)
+        for name, linear in (("query_key_value", attention.qkv), ("dense", attention.out)):
+            slots |= name_pieces(prefix + "attention.{}", (name,), linear, [linear.weight.shape[0]])
         if attention.head_norm is not None:
             heads = attention.shape.num_heads
             slots[f"{prefix}attention.query_layernorm.weight"] = attention.head_norm[:heads].unbind(0)

@@ -112,13 +112,13 @@ class _Layer(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation, context: ForwardContext) -> Tensor:
         normed = x if self.attention_norm is None else self.attention_norm.forward(x)
-        qkv = self.qkv.forward(normed).view(x.shape[0], 3 * self.heads, self.head_dim)
+        qkv = self.qkv.forward(normed, context).view(x.shape[0], 3 * self.heads, self.head_dim)
         turned = kernels.rope(qkv[:, : 2 * self.heads], rotation.cos, rotation.sin)
         q, k = turned[:, : self.heads].contiguous(), turned[:, self.heads :]
         plan = context.near if self.near else None
-        x = x + self.out.forward(attend(q, k, qkv[:, 2 * self.heads :], self.number, context, plan))
-        value, gate = self.up.forward(self.mlp_norm.forward(x)).chunk(2, -1)
-        return x + self.down.forward(F.gelu(value) * gate)
+        x = x + self.out.forward(attend(q, k, qkv[:, 2 * self.heads :], self.number, context, plan), context)
+        value, gate = self.up.forward(self.mlp_norm.forward(x), context).chunk(2, -1)
+        return x + self.down.forward(F.gelu(value) * gate, context)
 
 
 class ModernBert(nn.Module):
@@ -180,6 +180,7 @@ def _name_slots(module: ModernBert) -> Slots:
         **name_linear("head.dense", module.transform),
         **name_linear("head.norm", module.transform_norm),
     }
+    module.transform.pieces.clear()  # behind the forward, where no adapter reaches it
     if module.head is not module.embedding:
         slots["decoder.weight"] = (module.head,)
     if module.bias is not None:

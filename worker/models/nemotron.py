@@ -4,7 +4,7 @@ import torch
 
 from worker.models.checkpoint import Checkpoint
 from worker.models.facts import gather_facts
-from worker.models.layers import Decoder, LayerShape
+from worker.models.layers import Decoder, LayerShape, Linear
 from worker.models.qwen import build_decoder, name_slots, read_shape
 from worker.models.spec import Attention, Commit, ModelSpec
 from worker.models.weights import load_weights
@@ -34,6 +34,9 @@ def build(checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype) -
     """Return the module with the checkpoint's weights. Raises `ModelError`."""
     decoder = build_decoder(checkpoint, _read_shape(checkpoint), device=device, dtype=dtype)
     slots, ignored = name_slots(decoder)
+    for module in decoder.modules():
+        if isinstance(module, Linear):
+            module.pieces = {_rename(name): rows for name, rows in module.pieces.items()}
     load_weights(
         checkpoint.folder,
         {_rename(name): places for name, places in slots.items()},

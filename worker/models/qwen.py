@@ -155,7 +155,11 @@ def _name_gated(prefix: str, mlp: GatedMLP) -> dict[str, tuple[Tensor, ...]]:
 
 
 def name_pieces(pattern: str, names: tuple[str, ...], fused: Linear, rows: list[int]) -> dict[str, tuple[Tensor, ...]]:
-    """Return the places of projections that are stacked by rows in one linear."""
+    """Return the places of projections that are stacked by rows in one linear, and note their names there."""
+    first = 0
+    for name, count in zip(names, rows, strict=True):
+        fused.pieces[pattern.format(name)] = (first, first + count)
+        first += count
     places = {
         f"{pattern.format(name)}.weight": (piece,) for name, piece in zip(names, fused.weight.split(rows), strict=True)
     }

@@ -10,7 +10,7 @@ import kernels
 from kernels.moe import Router
 from shared.decoding import LowConfidenceStatic
 from worker.models import LoadedModel
-from worker.models.layers import Decoder, LayerShape, MoeMLP, MoeShape
+from worker.models.layers import Decoder, ForwardContext, LayerShape, MoeMLP, MoeShape
 from worker.models.spec import Attention as Visibility
 from worker.models.spec import ModelSpec
 
@@ -70,11 +70,11 @@ def _scatter_routing(mlp: MoeMLP) -> None:
     """Let tokens route by fixed random scores: all masks of a random model would go to the same few experts."""
     scores = torch.randn(8192, mlp.router.shape[0], device=mlp.router.device)
 
-    def forward(x: Tensor) -> Tensor:
+    def forward(x: Tensor, context: ForwardContext | None = None) -> Tensor:
         logits = torch.add(scores[: x.shape[0]], F.linear(x.float(), mlp.router), alpha=1e-3)
         ids, weights = kernels.route(logits, mlp.rule, mlp.selection_bias)
         routed = kernels.experts(x, ids, weights, mlp.gate_up, mlp.down)
-        return routed if mlp.shared is None else routed + mlp.shared.forward(x)
+        return routed if mlp.shared is None else routed + mlp.shared.forward(x, context)
 
     mlp.forward = forward
 

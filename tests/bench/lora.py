@@ -1,0 +1,124 @@
+"""What adapters cost: one denoise forward of a batch under several different adapters, over the same forward without.
+
+On CUDA a model of 8B shape with random weights and captured forwards, on a CPU the bundled model and the time of the
+processor: `python -m tests.bench.lora [--shape SDAR-8B] [--rows 32] [--block 4 32] [--rank 16] [--adapters 8]`.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import cast
+
+import torch
+from torch import nn
+
+from kernels.attention import plan_attention
+from worker.adapters.stack import AdapterStack
+from worker.adapters.weights import Adapter
+from worker.bundled import bundled_folder
+from worker.models import LoadedModel, load_model
+from worker.models.layers import ForwardContext, Linear, LowRank
+
+_PAGE = 32
+_CONTEXT = 512
+
+
+class _Shelf:
+    def __init__(self, adapters: dict[str, Adapter]) -> None:
+        self._adapters = adapters
+
+    def get(self, digest: str) -> Adapter | None:
+        return self._adapters.get(digest)
+
+    def held(self) -> set[str]:
+        return set(self._adapters)
+
+
+def random_adapter(model: LoadedModel, rank: int) -> Adapter:
+    """Return an adapter on every linear layer; what projections share has the rank of all of them together."""
+    factors: dict[Linear, tuple[torch.Tensor, torch.Tensor]] = {}
+    options = {"device": model.device, "dtype": model.dtype}
+    for name, linear in cast(nn.Module, model.module).named_modules():
+        if isinstance(linear, Linear):
+            outputs, inputs = linear.weight.shape
+            own = rank * {"qkv": 3, "gate_up": 2}.get(name.rpartition(".")[2], 1)
+            a, b = torch.randn(own, inputs, **options), torch.zeros(outputs, own, **options)
+            for first in range(0, own, rank):
+                rows = slice(outputs * first // own, outputs * (first + rank) // own)
+                b[rows, first : first + rank].normal_(0, 1e-3)
+            factors[linear] = a * inputs**-0.5, b
+    return Adapter(1.0, factors)
+
+
+@torch.inference_mode()
+def forwards(model: LoadedModel, rows: int, block: int, lora: LowRank | None) -> Callable[[], object]:
+    """Return a forward over the last block of `rows` texts, with its logits."""
+    spec, pages = model.spec, -(-(_CONTEXT + block) // _PAGE)
+    table = torch.randperm(rows * pages).view(rows, pages).tolist()
+    ends = [[_CONTEXT + block] * block] * rows
+    plan = plan_attention([_CONTEXT] * rows, ends, table, _PAGE, device=model.device, dtype=model.dtype)
+    shape = (2, spec.num_layers, rows * pages + 1, _PAGE, spec.num_kv_heads, spec.head_dim)
+    keys, values = torch.randn(shape, device=model.device, dtype=model.dtype)
+    positions = torch.arange(_CONTEXT, _CONTEXT + block, device=model.device).repeat(rows)
+    context = ForwardContext(plan, positions, tuple(zip(keys, values, strict=True)), lora=lora)
+    ids = torch.randint(0, spec.vocab_size - 1, (rows * block,), device=model.device)
+    return lambda: model.module.logits(model.module.forward(ids, context))
+
+
+def eager_ms(call: Callable[[], object], model: LoadedModel, repeats: int = 7) -> float:
+    """Return the median of a call: processor time on a CPU, time on the wall on a GPU, kernels launched one by one."""
+    clock = time.perf_counter if model.device.type == "cuda" else time.process_time
+    times: list[float] = []
+    for _ in range(repeats):
+        began = clock()
+        call()
+        if model.device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(1e3 * (clock() - began))
+    return median(times[1:])
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    on_gpu = torch.cuda.is_available()
+    parser.add_argument("--shape", default="SDAR-8B", help="on CUDA: a shape of tests.bench.gpu.shapes")
+    parser.add_argument("--rows", type=int, default=32 if on_gpu else 8)
+    parser.add_argument("--block", type=int, nargs="+", default=[4, 8, 32] if on_gpu else [8])
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--adapters", type=int, default=8 if on_gpu else 4)
+    options = parser.parse_args()
+    if on_gpu:
+        from tests.bench.gpu.shapes import SHAPES, random_model
+
+        model, name = random_model(SHAPES[options.shape], torch.device("cuda")), options.shape
+    else:
+        torch.set_num_threads(1)
+        model, name = load_model(bundled_folder("demo")), "demo"
+    adapters = {f"a{number}": random_adapter(model, options.rank) for number in range(options.adapters)}
+    print(f"{name}, {options.rows} rows, {options.adapters} adapters of rank {options.rank} on every linear layer")
+    print("block  way       none ms  one ms  ratio  all ms  ratio")
+    for block in options.block:
+        counts = [block] * options.rows
+        stack = AdapterStack(_Shelf(adapters), model.device)
+        mixed = stack.of([((f"a{row % options.adapters}", 0.5),) for row in range(options.rows)], counts)
+        single = AdapterStack(_Shelf({"a0": adapters["a0"]}), model.device).of([(("a0", 0.5),)] * options.rows, counts)
+        calls = [forwards(model, options.rows, block, lora) for lora in (None, single, mixed)]
+        ways: list[tuple[str, Callable[[Callable[[], object]], float]]] = [
+            ("eager" if on_gpu else "cpu", lambda call: eager_ms(call, model))
+        ]
+        if on_gpu:
+            from tests.bench.gpu.timing import device_ms
+
+            ways.append(("captured", lambda call: device_ms([call])))
+        for way, measure in ways:
+            none, one, every = (measure(call) for call in calls)
+            print(
+                f"{block:5}  {way:8}  {none:7.2f} {one:7.2f} {one / none:6.3f} {every:7.2f} {every / none:6.3f}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

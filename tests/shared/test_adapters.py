@@ -1,0 +1,192 @@
+"""Adapter folders from anywhere: what cannot be served is refused, and the field at fault is named."""
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shared.adapters import (
+    CONFIG,
+    WEIGHTS,
+    InvalidAdapter,
+    check_adapter,
+    digest_of,
+    find_folder,
+    pack_targets,
+    read_shapes,
+    unpack_targets,
+)
+
+TARGETS = {"model.layers.0.q_proj": (8, 6), "model.layers.1.q_proj": (8, 6), "model.layers.0.down": (6, 12)}
+GOOD: dict[str, Any] = {
+    "peft_type": "LORA",
+    "r": 4,
+    "lora_alpha": 16,
+    "target_modules": ["q_proj", "down"],
+    "bias": "none",
+    "task_type": None,
+    "base_model_name_or_path": "somewhere",
+    "unknown_to_us": {"a": 1},
+}
+
+
+def tensors(rank: int = 4, targets: Mapping[str, tuple[int, int]] = TARGETS) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {}
+    for name, (outputs, inputs) in targets.items():
+        found[f"base_model.model.{name}.lora_A.weight"] = (rank, inputs)
+        found[f"base_model.model.{name}.lora_B.weight"] = (outputs, rank)
+    return found
+
+
+def write(folder: Path, config: object = GOOD, shapes: Mapping[str, tuple[int, ...]] | None = None) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / CONFIG).write_text(json.dumps(config))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, shape in (tensors() if shapes is None else shapes).items():
+        size = 4
+        for part in shape:
+            size *= part
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    content = json.dumps(header).encode()
+    (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(content)) + content + bytes(at))
+    return folder
+
+
+def test_a_good_adapter_tells_its_rank_factor_and_modules(tmp_path: Path) -> None:
+    facts = check_adapter(write(tmp_path / "a"), TARGETS)
+    assert (facts.rank, facts.factor, facts.modules) == (4, 4.0, tuple(sorted(TARGETS)))
+    assert facts.parameters == 4 * (14 + 14 + 18)
+    stable = check_adapter(write(tmp_path / "b", GOOD | {"use_rslora": True}), TARGETS)
+    assert stable.factor == 8.0
+    pattern = check_adapter(write(tmp_path / "c", GOOD | {"target_modules": ".*"}), TARGETS)
+    assert pattern.modules == facts.modules
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"r": 8}, "r"),
+        ({"r": 0}, "r"),
+        ({"r": True}, "r"),
+        ({"r": None}, "r"),
+        ({"r": 4096}, "r"),
+        ({"lora_alpha": "16"}, "lora_alpha"),
+        ({"lora_alpha": float("nan")}, "lora_alpha"),
+        ({"peft_type": "LOHA"}, "peft_type"),
+        ({"bias": "all"}, "bias"),
+        ({"use_dora": True}, "use_dora"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        ({"alpha_pattern": {"q_proj": 2}}, "alpha_pattern"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+        ({"target_modules": ["q_proj", "down", "k_proj"]}, "target_modules"),
+        ({"target_modules": ["q_proj"]}, "target_modules"),
+        ({"target_modules": None}, "target_modules"),
+    ],
+)
+def test_a_configuration_that_cannot_be_served_is_refused_by_its_field(
+    tmp_path: Path, changes: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(InvalidAdapter) as caught:
+        check_adapter(write(tmp_path / "a", GOOD | changes), TARGETS)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("shapes", "field"),
+    [
+        (tensors(targets={"model.layers.7.q_proj": (8, 6)}), "target_modules"),
+        (tensors(targets=TARGETS | {"lm_head": (8, 6)}), "target_modules"),
+        (tensors(rank=5), "r"),
+        (tensors(targets=TARGETS | {"model.layers.0.down": (6, 13)}), WEIGHTS),
+        (tensors(targets=TARGETS | {"model.layers.0.down": (7, 12)}), WEIGHTS),
+        (dict(list(tensors().items())[1:]), WEIGHTS),
+        (tensors() | {"base_model.model.lm_head.weight": (3, 3)}, WEIGHTS),
+        (tensors() | {"base_model.model.model.layers.0.q_proj.lora_A.weight": (4, 6, 1)}, WEIGHTS),
+        ({}, WEIGHTS),
+    ],
+    ids=["layer", "module", "rank", "inputs", "outputs", "half", "foreign", "cube", "empty"],
+)
+def test_tensors_that_do_not_fit_the_model_are_refused(
+    tmp_path: Path, shapes: dict[str, tuple[int, ...]], field: str
+) -> None:
+    with pytest.raises(InvalidAdapter) as caught:
+        check_adapter(write(tmp_path / "a", shapes=shapes), TARGETS)
+    assert caught.value.field == field
+
+
+def test_a_pickle_is_refused_by_its_name(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a")
+    (folder / WEIGHTS).rename(folder / "adapter_model.bin")
+    with pytest.raises(InvalidAdapter, match=r"^adapter_model\.bin: is a pickle"):
+        check_adapter(folder, TARGETS)
+
+
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
+def test_a_file_that_is_missing_is_named(tmp_path: Path, name: str) -> None:
+    folder = write(tmp_path / "a")
+    (folder / name).unlink()
+    with pytest.raises(InvalidAdapter, match=f"^{name}: is missing"):
+        check_adapter(folder, TARGETS)
+
+
+def test_only_folders_inside_the_store_are_found(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    inside, outside = write(store / "a"), write(tmp_path / "outside")
+    (store / "link").symlink_to(outside)
+    (store / "kin").symlink_to(inside)
+    assert find_folder(store, "a") == find_folder(store, "kin") == find_folder(store, str(inside)) == inside
+    for path in (
+        "../outside",
+        "a/../../outside",
+        str(outside),
+        "link",
+        "",
+        ".",
+        "nowhere",
+        "a/adapter_config.json",
+        "\0",
+    ):
+        with pytest.raises(InvalidAdapter) as caught:
+            find_folder(store, path)
+        assert caught.value.field == "path"
+
+
+def test_every_file_counts_in_the_digest(tmp_path: Path) -> None:
+    first = digest_of(write(tmp_path / "a"))
+    assert first == digest_of(write(tmp_path / "b"))
+    assert first != digest_of(write(tmp_path / "a", GOOD | {"lora_alpha": 17}))
+    assert first != digest_of(write(tmp_path / "b", shapes=tensors(rank=2)))
+
+
+def test_targets_survive_the_card() -> None:
+    assert unpack_targets(pack_targets(TARGETS)) == TARGETS
+
+
+@given(content=st.binary(max_size=200))
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_bytes_are_either_refused_or_name_no_tensor(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / WEIGHTS
+    path.write_bytes(content)
+    try:
+        assert read_shapes(path) == {}
+    except InvalidAdapter as error:
+        assert error.field == WEIGHTS
+
+
+@given(value=st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists, max_leaves=4))
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize("field", ["r", "lora_alpha", "target_modules", "bias", "peft_type", "use_rslora"])
+def test_any_value_in_a_field_is_taken_or_refused_by_name(tmp_path: Path, field: str, value: object) -> None:
+    try:
+        check_adapter(write(tmp_path / "a", GOOD | {field: value}), TARGETS)
+    except InvalidAdapter as error:
+        assert error.field == field

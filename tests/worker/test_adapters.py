@@ -1,0 +1,254 @@
+"""Adapters at run time: peft's merged weights for every family, and rows of a batch that do not see each other's."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from shared.adapters import WEIGHTS, digest_of
+from shared.commands import Generate, Limits, LoraUse
+from shared.events import Delta, Event, Failed
+from tests.goldens.folder import find_folders
+from tests.goldens.passes import Pass, run_pass
+from tests.worker.adapter_folders import read_weights, write_adapter, write_merged
+from tests.worker.test_families import DENSE, MOE, QWEN3, TOKENS, NoText, load_with_mask, write_oracle
+from worker.adapters.stack import AdapterStack
+from worker.adapters.store import AdapterStore, AdapterUnavailable
+from worker.adapters.targets import find_targets, shapes_of
+from worker.adapters.weights import Adapter, load_adapter
+from worker.engine.engine import Engine
+from worker.engine.plan import visible_ends
+from worker.engine.ports import Arrival, Inbox
+from worker.engine.scheduler import BatchLimits, CacheShape
+from worker.models import LoadedModel, load_checkpoint
+from worker.models.checkpoint import read_checkpoint
+from worker.models.layers import LowRank
+from worker.runner import Runner
+
+TOLERANCE = 1e-4
+GOLDENS = {folder.name: folder for folder in find_folders() if folder.family != "diffusion_gemma"}
+MADE = {
+    "qwen3": ("Qwen3", QWEN3, "ForCausalLM", None),
+    "llama": ("Llama", DENSE, "ForCausalLM", None),
+    "sdar_moe": ("Qwen3Moe", MOE, "ForCausalLM", "SDARMoeForCausalLM"),
+    "stable_diffcoder": ("Llama", DENSE | {"head_dim": 16}, "ForCausalLM", "StableDiffcoderForCausalLM"),
+    "bert": (
+        "Bert",
+        {key: DENSE[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
+        | {"num_attention_heads": 4, "max_position_embeddings": 256, "eos_token_id": 62, "pad_token_id": 0},
+        "ForMaskedLM",
+        None,
+    ),
+    "modernbert": (
+        "ModernBert",
+        {key: DENSE[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
+        | {"num_attention_heads": 4, "max_position_embeddings": 256, "eos_token_id": 62, "pad_token_id": 0}
+        | {"layer_types": ["full_attention", "full_attention"], "sep_token_id": 62, "cls_token_id": 1},
+        "ForMaskedLM",
+        None,
+    ),
+}
+
+
+class Shelf:
+    """Adapters by name, all of them in use."""
+
+    def __init__(self, adapters: Mapping[str, Adapter]) -> None:
+        self.adapters = adapters
+
+    def get(self, digest: str) -> Adapter | None:
+        return self.adapters.get(digest)
+
+    def held(self) -> set[str]:
+        return set(self.adapters)
+
+
+def base_model(name: str, tmp_path: Path) -> tuple[Path, LoadedModel]:
+    if name in GOLDENS:
+        return GOLDENS[name].path, GOLDENS[name].model()
+    kind, config, task, architecture = MADE[name]
+    write_oracle(tmp_path / "base", kind, config, architecture, task)
+    return tmp_path / "base", load_with_mask(tmp_path / "base")
+
+
+def logits(model: LoadedModel, lora: LowRank | None = None) -> torch.Tensor:
+    length = len(TOKENS)
+    ends = tuple(min(end, length) for end in visible_ends(model.spec.attention, 0, length, 4, length))
+    ids = torch.tensor(TOKENS)
+    wanted = Pass(ids, torch.arange(length), ends, torch.zeros(length, model.spec.vocab_size))
+    return run_pass(model, wanted, lora=lora)
+
+
+@pytest.mark.parametrize("rslora", [False, True], ids=["plain", "rank-stabilised"])
+@pytest.mark.parametrize("name", [*GOLDENS, *MADE])
+def test_an_adapter_beside_the_weights_is_what_peft_merges_into_them(tmp_path: Path, name: str, rslora: bool) -> None:
+    folder, base = base_model(name, tmp_path)
+    targets = find_targets(base)
+    merged = write_adapter(tmp_path / "adapter", read_weights(folder), shapes_of(targets), rslora=rslora)
+    checkpoint = read_checkpoint(write_merged(tmp_path / "merged", folder, merged))
+    # As `tests.goldens.folder` does: some have their mask in no config file.
+    known = load_checkpoint(replace(checkpoint, config={"mask_token_id": base.spec.mask_token_id, **checkpoint.config}))
+
+    adapter = load_adapter(tmp_path / "adapter", targets, base.device, base.dtype)
+    stack = AdapterStack(Shelf({"x": adapter}), base.device)
+    found = logits(base, stack.of([(("x", 1.0),)], [len(TOKENS)]))
+
+    wanted = logits(known)
+    assert (found - wanted).abs().max() < TOLERANCE * max(1.0, float(wanted.abs().max()))
+    assert (logits(base) - wanted).abs().max() > 0.1, "an adapter that changes nothing proves nothing"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> LoadedModel:
+    write_oracle(tmp_path / "base", "Qwen3", QWEN3, "SDARForCausalLM")
+    return load_with_mask(tmp_path / "base")
+
+
+@pytest.fixture
+def shelf(model: LoadedModel, tmp_path: Path) -> Shelf:
+    weights, targets = read_weights(tmp_path / "base"), find_targets(model)
+    shapes = shapes_of(targets)
+    write_adapter(tmp_path / "a", weights, shapes, rank=3, seed=1)
+    write_adapter(tmp_path / "b", weights, shapes, rank=6, seed=2, leaves=["q_proj", "v_proj", "down_proj"])
+    load = {name: load_adapter(tmp_path / name, targets, model.device, model.dtype) for name in "ab"}
+    return Shelf({digest_of(tmp_path / name): adapter for name, adapter in load.items()})
+
+
+def use(tmp_path: Path, name: str, scale: float = 1.0) -> LoraUse:
+    return LoraUse(name=name, scale=scale, path=name, digest=digest_of(tmp_path / name))
+
+
+def run(
+    model: LoadedModel, shelf: Shelf, requests: Sequence[Generate], apart: bool = False
+) -> tuple[dict[str, list[int]], Engine]:
+    runner = Runner(model, 128, 8, adapters=shelf)
+    engine = Engine(model.spec, CacheShape(8, 128), BatchLimits(16, 64), runner, lambda *_: NoText())
+    events: list[Event] = []
+    for waves in [[each] for each in requests] if apart else [requests]:
+        events += engine.step(Inbox(arrivals=[Arrival(each, epoch=1) for each in waves])).events
+        while not engine.idle:
+            events += engine.step(Inbox()).events
+    assert not any(isinstance(event, Failed) for event in events)
+    return {
+        each.id: [t for e in events if isinstance(e, Delta) and e.id == each.id for t in e.token_ids]
+        for each in requests
+    }, engine
+
+
+def ask(name: str, uses: Sequence[LoraUse] = (), prompt: Sequence[int] = TOKENS) -> Generate:
+    limits = Limits(max_tokens=16, ignore_eos=True)
+    return Generate(id=name, model="m", prompt=tuple(prompt), limits=limits, lora=tuple(uses))
+
+
+def test_rows_with_other_adapters_and_scales_get_what_they_get_alone(
+    model: LoadedModel, shelf: Shelf, tmp_path: Path
+) -> None:
+    a, b = use(tmp_path, "a"), use(tmp_path, "b")
+    asked = {
+        "base": (),
+        "a": (a,),
+        "half": (use(tmp_path, "a", 0.5),),
+        "b": (b,),
+        "less": (use(tmp_path, "b", -0.7),),
+        "both": (a, use(tmp_path, "b", 0.3)),
+        "zero": (use(tmp_path, "a", 0.0),),
+    }
+    requests = [ask(name, uses) for name, uses in asked.items()]
+
+    together, _ = run(model, shelf, requests)
+
+    for each in requests:
+        assert together[each.id] == run(model, shelf, [each])[0][each.id]
+    assert together["zero"] == together["base"]
+    assert len({tuple(tokens) for name, tokens in together.items() if name != "zero"}) == len(asked) - 1
+
+
+def test_a_text_read_under_one_adapter_is_not_shared_with_another(
+    model: LoadedModel, shelf: Shelf, tmp_path: Path
+) -> None:
+    uses = [(), (use(tmp_path, "a"),), (use(tmp_path, "a", 0.5),), (use(tmp_path, "b"),)]
+    requests = [ask(f"r{i}", each) for i, each in enumerate(uses)]
+    alone = {each.id: run(model, shelf, [each])[0][each.id] for each in requests}
+
+    one_by_one, engine = run(model, shelf, requests, apart=True)
+    assert one_by_one == alone
+    assert engine.load().cached_tokens == 0
+
+    again, engine = run(model, shelf, [ask(f"s{i}", each) for i, each in enumerate(uses * 2)], apart=True)
+    assert list(again.values()) == [*alone.values()] * 2
+    assert engine.load().cached_tokens > 0
+
+
+def test_the_stack_is_built_once_for_a_batch_that_stays(model: LoadedModel, shelf: Shelf) -> None:
+    stack = AdapterStack(shelf, model.device)
+    first, second = shelf.adapters
+    for _ in range(3):
+        stack.of([((first, 1.0),), ((second, 2.0),)], [2, 3])
+        # One that sits a step out stays stacked.
+        stack.of([((second, 1.0),)], [4])
+    assert stack.built == 1
+
+
+# --- the store
+
+
+class Loader:
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self.sizes = sizes
+        self.loads: list[str] = []
+
+    def __call__(self, folder: Path) -> Adapter:
+        self.loads.append(folder.name)
+        linear = torch.nn.Identity()
+        factors = {linear: (torch.zeros(self.sizes[folder.name] // 8), torch.zeros(self.sizes[folder.name] // 8))}
+        return Adapter(1.0, factors)  # type: ignore[arg-type]
+
+
+def stored(tmp_path: Path, **sizes: int) -> tuple[AdapterStore, Loader, dict[str, LoraUse]]:
+    for number, name in enumerate(sizes):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "adapter_config.json").write_text("{}")
+        save_file({"x": torch.full((1,), float(number))}, folder / WEIGHTS)
+    loader = Loader(sizes)
+    return AdapterStore(tmp_path, loader, 1000), loader, {name: use(tmp_path, name) for name in sizes}
+
+
+def test_the_least_recently_used_adapter_goes_first_and_never_one_in_use(tmp_path: Path) -> None:
+    store, loader, uses = stored(tmp_path, a=400, b=400, c=400, d=400)
+    for name in "ab":
+        store.hold([uses[name]])
+        store.release([uses[name]])
+    store.hold([uses["a"]])
+    store.hold([uses["c"]])
+    assert (store.names(), store.evictions, store.size) == (["a", "c"], 1, 800)
+    with pytest.raises(AdapterUnavailable, match="d: no room"):
+        store.hold([uses["d"]])
+    assert store.held() == {uses["a"].digest, uses["c"].digest}
+    store.release([uses["a"]])
+    store.hold([uses["d"]])
+    assert (store.names(), loader.loads) == (["c", "d"], ["a", "b", "c", "d", "d"])
+
+
+def test_of_several_adapters_either_all_are_held_or_none(tmp_path: Path) -> None:
+    store, _, uses = stored(tmp_path, a=400, b=900)
+    with pytest.raises(AdapterUnavailable, match="b: no room"):
+        store.hold([uses["a"], uses["b"]])
+    assert store.held() == set()
+
+
+def test_an_adapter_whose_files_have_changed_or_gone_is_not_loaded(tmp_path: Path) -> None:
+    store, loader, uses = stored(tmp_path, a=8, b=8)
+    (tmp_path / "a" / "adapter_config.json").write_text("{} ")
+    (tmp_path / "b" / WEIGHTS).unlink()
+    with pytest.raises(AdapterUnavailable, match="a: its files are not those"):
+        store.hold([uses["a"]])
+    with pytest.raises(AdapterUnavailable, match=f"b: {WEIGHTS}"):
+        store.hold([uses["b"]])
+    outside = LoraUse(name="x", path="../x", digest="0" * 64)
+    with pytest.raises(AdapterUnavailable, match="path: must name a folder inside"):
+        store.hold([outside])
+    assert loader.loads == []

@@ -1,0 +1,125 @@
+"""The adapters that a worker holds: loaded when a request needs them, let go of when others need their room."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shared.adapters import InvalidAdapter, digest_of, find_folder
+from shared.commands import LoraUse
+from worker.adapters.weights import Adapter
+
+
+class AdapterUnavailable(Exception):
+    """An adapter cannot be loaded here, or not now; the message tells why, and names it."""
+
+
+@dataclass(slots=True)
+class _Resident:
+    name: str
+    adapter: Adapter
+    holds: int = 0
+    """Requests that run under it."""
+
+
+class AdapterStore:
+    """Resident adapters by digest, least recently used first, within `capacity` bytes.
+
+    Thread-safe. Loading happens in the thread that asks, one adapter at a time; the engine's thread only looks up.
+    """
+
+    def __init__(self, root: Path, load: Callable[[Path], Adapter], capacity: int) -> None:
+        """`root` is the model store; `load` raises `InvalidAdapter`."""
+        self._root = root
+        self._load = load
+        self._capacity = capacity
+        self._residents: OrderedDict[str, _Resident] = OrderedDict()
+        self._lock = threading.Lock()
+        self._loading = threading.Lock()
+        self.loads = 0
+        self.evictions = 0
+
+    def hold(self, uses: Sequence[LoraUse]) -> None:
+        """Make all of them resident, and keep them so until `release`; raises `AdapterUnavailable`, holding none."""
+        held: list[LoraUse] = []
+        try:
+            for use in uses:
+                self._hold(use)
+                held.append(use)
+        except AdapterUnavailable:
+            self.release(held)
+            raise
+
+    def release(self, uses: Sequence[LoraUse]) -> None:
+        with self._lock:
+            for use in uses:
+                self._residents[use.digest].holds -= 1
+
+    def get(self, digest: str) -> Adapter | None:
+        """Return a resident adapter."""
+        resident = self._residents.get(digest)  # one look-up under the interpreter's lock
+        return None if resident is None else resident.adapter
+
+    def held(self) -> set[str]:
+        """Return the digests of the adapters that requests run under."""
+        with self._lock:
+            return {digest for digest, resident in self._residents.items() if resident.holds}
+
+    def names(self) -> list[str]:
+        """Return the names of the resident adapters, sorted."""
+        with self._lock:
+            return sorted({resident.name for resident in self._residents.values()})
+
+    @property
+    def size(self) -> int:
+        """Bytes of all resident adapters."""
+        with self._lock:
+            return self._size()
+
+    def _hold(self, use: LoraUse) -> None:
+        if self._take(use):
+            return
+        with self._loading:
+            if self._take(use):
+                return  # somebody else has loaded it meanwhile
+            adapter = self._read(use)
+            with self._lock:
+                self._make_room(use.name, adapter.size)
+                self._residents[use.digest] = _Resident(use.name, adapter, holds=1)
+                self.loads += 1
+
+    def _take(self, use: LoraUse) -> bool:
+        with self._lock:
+            resident = self._residents.get(use.digest)
+            if resident is None:
+                return False
+            resident.holds += 1
+            self._residents.move_to_end(use.digest)
+            return True
+
+    def _read(self, use: LoraUse) -> Adapter:
+        try:
+            folder = find_folder(self._root, use.path)
+            if digest_of(folder) != use.digest:
+                raise AdapterUnavailable(f"adapter {use.name}: its files are not those that it was registered with")
+            return self._load(folder)
+        except InvalidAdapter as error:
+            raise AdapterUnavailable(f"adapter {use.name}: {error}") from error
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            raise AdapterUnavailable(f"adapter {use.name}: the device has no memory for it") from error
+
+    def _make_room(self, name: str, size: int) -> None:
+        """Let go of unused adapters until one of `size` bytes fits."""
+        idle = [digest for digest, resident in self._residents.items() if not resident.holds]
+        free = self._capacity - self._size()
+        while free < size and idle:
+            free += self._residents.pop(idle.pop(0)).adapter.size
+            self.evictions += 1
+        if free < size:
+            raise AdapterUnavailable(f"adapter {name}: no room beside the adapters in use (lora_memory_mb)")
+
+    def _size(self) -> int:
+        return sum(resident.adapter.size for resident in self._residents.values())

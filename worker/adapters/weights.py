@@ -1,0 +1,60 @@
+"""From an adapter's folder to factors for this model's linear layers."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from shared.adapters import WEIGHTS, InvalidAdapter, check_adapter, tensor_names
+from worker.adapters.targets import Target, shapes_of
+from worker.models.layers import Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """One adapter on the device.
+
+    Projections that share a linear share its factors: a holds theirs below each other, b each one's in its own rows
+    and columns, and zeros elsewhere.
+    """
+
+    factor: float
+    """alpha / rank, or what the adapter has in its place."""
+    factors: Mapping[Linear, tuple[Tensor, Tensor]]
+    """a [rank, inputs], b [outputs, rank]"""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(a.nbytes + b.nbytes for a, b in self.factors.values())
+
+
+@torch.inference_mode()
+def load_adapter(folder: Path, targets: Mapping[str, Target], device: torch.device, dtype: torch.dtype) -> Adapter:
+    """Check and load an adapter; raises `InvalidAdapter`."""
+    facts = check_adapter(folder, shapes_of(targets))
+    of_linear: defaultdict[Linear, list[str]] = defaultdict(list)
+    for module in facts.modules:
+        of_linear[targets[module].linear].append(module)
+    factors: dict[Linear, tuple[Tensor, Tensor]] = {}
+    try:
+        with safe_open(folder / WEIGHTS, framework="pt") as file:
+            for linear, modules in of_linear.items():
+                outputs, inputs = linear.weight.shape
+                a = torch.empty((facts.rank * len(modules), inputs), dtype=dtype)
+                b = torch.zeros((outputs, facts.rank * len(modules)), dtype=dtype)
+                for number, module in enumerate(modules):
+                    part = slice(number * facts.rank, (number + 1) * facts.rank)
+                    target, (name_a, name_b) = targets[module], tensor_names(module)
+                    a[part].copy_(file.get_tensor(name_a))
+                    b[target.first : target.end, part].copy_(file.get_tensor(name_b))
+                if not (a.isfinite().all() and b.isfinite().all()):
+                    raise InvalidAdapter(WEIGHTS, f"{modules[0]}: some values are not finite")
+                factors[linear] = a.to(device), b.to(device)
+    except (SafetensorError, OSError) as error:
+        raise InvalidAdapter(WEIGHTS, "cannot be read") from error
+    return Adapter(facts.factor, factors)
