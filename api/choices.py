@@ -1,6 +1,7 @@
 """What the chat and completion shapes share: finish reasons, usage over several requests, opt-in costs."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from api.catalog import ServedModel
 from api.relay import Follow
@@ -10,7 +11,13 @@ from shared.events import Finished, Usage
 
 def finish_fields(end: Finished) -> dict[str, object]:
     # OpenAI's words only. An abort from elsewhere cuts the text, which is what `length` tells.
-    return {"finish_reason": "stop" if end.reason == "stop" else "length", "finish_detail": end.detail}
+    fields: dict[str, object] = {
+        "finish_reason": "stop" if end.reason == "stop" else "length",
+        "finish_detail": end.detail,
+    }
+    if end.detail in ("deadline", "max_nfe"):
+        fields["diffusion"] = {"truncated_by": end.detail, "forwards": end.usage.nfe}
+    return fields
 
 
 def total_usage(follows: Sequence[Follow], transcripts: Sequence[Transcript], choices: int) -> Usage:
@@ -25,10 +32,11 @@ def total_usage(follows: Sequence[Follow], transcripts: Sequence[Transcript], ch
         ),
         sum(transcript.nfe for transcript in transcripts),
         sum(0 if end is None else end.usage.blocks for end in ends),
+        sum(0 if end is None else end.usage.cached_tokens for end in ends[::choices]),
     )
 
 
-def usage_fields(follows: Sequence[Follow], transcripts: Sequence[Transcript], choices: int) -> dict[str, int | float]:
+def usage_fields(follows: Sequence[Follow], transcripts: Sequence[Transcript], choices: int) -> dict[str, Any]:
     return usage_of(total_usage(follows, transcripts, choices))
 
 

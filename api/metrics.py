@@ -60,6 +60,12 @@ class Metrics:
         self.prompt_tokens = Counter(
             "diffleet_prompt_tokens", "Prompt tokens of finished requests.", ("model",), registry=registry
         )
+        self.cached_tokens = Counter(
+            "diffleet_cached_prompt_tokens",
+            "Prompt tokens of finished requests whose keys another request had written.",
+            ("model",),
+            registry=registry,
+        )
         self.completion_tokens = Counter(
             "diffleet_completion_tokens", "Produced tokens of finished requests.", ("model",), registry=registry
         )
@@ -106,6 +112,7 @@ class Metrics:
         self.finished.labels(model, event.detail).inc()
         self.request_seconds.labels(model).observe(seconds)
         self.prompt_tokens.labels(model).inc(usage.prompt_tokens)
+        self.cached_tokens.labels(model).inc(usage.cached_tokens)
         self.completion_tokens.labels(model).inc(usage.completion_tokens)
         self.forwards.labels(model).inc(usage.nfe)
         if usage.nfe:

@@ -19,7 +19,7 @@ from shared.keys import new_request_id, pick_partition
 
 _DECODING: TypeAdapter[Decoding] = TypeAdapter(Decoding)
 _DECODING_OPTIONS = ("threshold", "steps", "bound", "factor", "max_parallel", "fallback", "confidence", "filler_rules")
-_REFUSED_OPTIONS: Mapping[str, tuple[object, ...]] = {"cfg_scale": (0.0,), "canvas_length": (), "deadline_ms": ()}
+_REFUSED_OPTIONS: Mapping[str, tuple[object, ...]] = {"canvas_length": ()}
 """Options of `diffusion` that no worker acts on yet, and the values (besides null) that ask for nothing."""
 _FAST_THRESHOLD = 0.7
 
@@ -97,6 +97,7 @@ def _command(
             max_tokens=max_tokens,
             min_tokens=body.min_tokens or 0,
             max_nfe=_one_of("max_nfe", body.max_nfe, options.max_nfe),
+            deadline_ms=options.deadline_ms,
             max_repetition_run=body.max_repetition_run,
             ignore_eos=bool(body.ignore_eos),
             stop=tuple(body.stop or ()),
@@ -105,6 +106,8 @@ def _command(
         ),
         decoding=_decoding(options, model.decoding),
         block_length=_block_length(_one_of("block_length", body.block_length, options.block_length), card),
+        cache_prompt=body.cache_prompt is not False,
+        cfg_scale=_cfg_scale(options, card),
         edits=edits_of(body, card),
         logprobs=body.wanted_logprobs,
         preview=preview,
@@ -210,6 +213,12 @@ def _block_length(wanted: int | None, card: ModelCard) -> int | None:
     if wanted is not None and card.largest_block is not None and wanted > card.largest_block:
         raise invalid("block_length", f"block_length is {wanted}; this model takes {card.largest_block} at most")
     return wanted
+
+
+def _cfg_scale(options: DiffusionOptions, card: ModelCard) -> float:
+    if options.cfg_scale and "guidance" not in card.capabilities:
+        raise unsupported("diffusion.cfg_scale")
+    return options.cfg_scale or 0.0
 
 
 def _decoding(options: DiffusionOptions, default: Decoding) -> Decoding | None:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import PydanticCustomError
 
 from api.errors import invalid, of_validation, unsupported
-from shared.commands import COUNT_LIMIT, MOST_LOGPROBS
+from shared.commands import COUNT_LIMIT, MOST_LOGPROBS, MS_LIMIT
 from shared.decoding import Confidence
 
 Strategy = Literal[
@@ -204,9 +204,19 @@ class DiffusionOptions(BaseModel):
         default=None,
         description="text: the block as text; tokens (default): edits of positions; full: with their confidence.",
     )
-    cfg_scale: float | None = Field(default=None, ge=0.0, description="Guidance; only 0 is supported yet.")
+    cfg_scale: float | None = Field(
+        default=None,
+        ge=0.0,
+        le=100.0,
+        description="Guidance: logits move so many times further away from those of a masked prompt. Doubles the work.",
+    )
     canvas_length: int | None = Field(default=None, ge=1, description="Not supported by block models.")
-    deadline_ms: int | None = Field(default=None, ge=1, description="Not supported yet.")
+    deadline_ms: int | None = Field(
+        default=None,
+        ge=1,
+        lt=MS_LIMIT,
+        description="Answer with what there is by then, counted from the submit: one last forward fills the block.",
+    )
     report: bool | None = Field(default=None, description="Add `diffusion` with costs and times to the answer.")
 
 
@@ -251,6 +261,9 @@ class GenerationBody(StrictBody):
         default=None, ge=1, lt=COUNT_LIMIT, description="End after so many equal tokens in a row."
     )
     block_length: int | None = Field(default=None, ge=1, le=4096)
+    cache_prompt: bool | None = Field(
+        default=None, description="False: neither use what others have written of this prompt nor let them use this."
+    )
     stream: bool | None = None
     stream_mode: StreamMode | None = Field(
         default=None, description="block_append (default): committed text only; denoise: snapshots of the canvas too."

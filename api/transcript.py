@@ -1,7 +1,7 @@
 """What a request has produced so far, gathered from its events."""
 
 from collections.abc import Callable
-from typing import assert_never
+from typing import Any, assert_never
 
 from api.relay import Follow, Progress
 from shared.events import Delta, Finished, Queued, Snapshot, Started, Usage
@@ -75,12 +75,13 @@ async def read_to_end(follow: Follow) -> tuple[Transcript, Finished]:
     return transcript, transcript.end
 
 
-def usage_of(usage: Usage) -> dict[str, int | float]:
+def usage_of(usage: Usage) -> dict[str, Any]:
     """Return token counts in OpenAI's words, and what they cost in denoising forwards (`nfe`)."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         "nfe": usage.nfe,
         "blocks": usage.blocks,
         "tokens_per_forward": round(usage.completion_tokens / usage.nfe, 3) if usage.nfe else 0.0,

@@ -47,6 +47,8 @@ class Usage:
     completion_tokens: int = 0
     nfe: int = 0
     blocks: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens whose keys another request had written."""
 
 
 @dataclass(frozen=True, slots=True)

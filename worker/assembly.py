@@ -165,5 +165,10 @@ def card_of(
 
 
 def _capabilities(spec: ModelSpec, tokenizer: Tokenizer) -> tuple[str, ...]:
-    told = {"generate": True, "chat": tokenizer.has_template, "constraints": spec.commit is not Commit.ENCODED}
+    told = {
+        "generate": True,
+        "chat": tokenizer.has_template,
+        "constraints": spec.commit is not Commit.ENCODED,
+        "guidance": spec.commit is not Commit.ENCODED,
+    }
     return tuple(name for name, has in told.items() if has)

@@ -111,10 +111,52 @@ def test_c43_more_steps_never_take_fewer_forwards_and_a_cap_holds(http: httpx.Cl
     assert presets == sorted(presets)
 
 
-@pytest.mark.xfail(strict=True, reason="deadline_ms: workers do not end early with what they have yet")
 def test_c43_a_deadline_is_kept_with_what_there_is(http: httpx.Client) -> None:
-    body = {"model": MODEL, "messages": STORY, "diffusion": {"deadline_ms": 50}}
-    assert http.post(CHAT, json=body).status_code == 200
+    body = {"model": MODEL, "messages": STORY, "max_tokens": 900, "ignore_eos": True, "seed": 1}
+    ended = http.post(CHAT, json=body | {"diffusion": {"deadline_ms": 1}}).json()
+    (choice,) = ended["choices"]
+    assert (choice["finish_reason"], choice["finish_detail"]) == ("length", "deadline")
+    # Its time is up before a worker has it: one forward, one block.
+    assert choice["diffusion"] == {"truncated_by": "deadline", "forwards": 1}
+    assert ended["usage"]["nfe"] == 1 and 0 < ended["usage"]["completion_tokens"] <= 16
+    early = {"diffusion": {"deadline_ms": 60_000}, "max_tokens": 8}
+    assert "diffusion" not in http.post(CHAT, json=body | early).json()["choices"][0]
+    body |= {"stream": True, "diffusion": {"max_nfe": 3}}
+    last = [
+        json.loads(line[6:]) for line in http.post(CHAT, json=body).text.split("\n\n") if line.startswith("data: {")
+    ]
+    assert last[-1]["choices"][0]["diffusion"] == {"truncated_by": "max_nfe", "forwards": 3}
+
+
+def test_guidance_costs_nothing_but_forwards_and_is_reproducible(http: httpx.Client) -> None:
+    def ask(scale: float) -> Any:
+        body = {"model": MODEL, "messages": ASK, "temperature": 0, "diffusion": {"cfg_scale": scale}}
+        response = http.post(CHAT, json=body)
+        assert response.status_code == 200
+        return response.json()["choices"][0]["message"]["content"]
+
+    assert (
+        ask(0.0)
+        == http.post(CHAT, json={"model": MODEL, "messages": ASK, "temperature": 0}).json()["choices"][0]["message"][
+            "content"
+        ]
+    )
+    assert ask(1.5) == ask(1.5)
+
+
+def test_a_prompt_that_was_written_before_is_counted_as_cached(http: httpx.Client) -> None:
+    prompt = "Once upon a time there was a rabbit who counted every prompt that came along the road. " * 4
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "seed": 1}
+
+    def cached(**options: Any) -> int:
+        return http.post("/v1/completions", json=body | options).json()["usage"]["prompt_tokens_details"][
+            "cached_tokens"
+        ]
+
+    assert cached() == 0
+    assert cached() >= 32
+    assert cached(cache_prompt=False) == 0
+    assert "diffleet_cached_prompt_tokens_total" in http.get("/metrics").text
 
 
 @pytest.mark.parametrize(
@@ -123,7 +165,8 @@ def test_c43_a_deadline_is_kept_with_what_there_is(http: httpx.Client) -> None:
         ({"tresholt": 0.5}, "diffusion.tresholt"),
         ({"threshold": 1.5}, "diffusion.threshold"),
         ({"threshold": -0.1}, "diffusion.threshold"),
-        ({"cfg_scale": 1.5}, "diffusion.cfg_scale"),
+        ({"cfg_scale": -1.5}, "diffusion.cfg_scale"),
+        ({"deadline_ms": 0}, "diffusion.deadline_ms"),
         ({"canvas_length": 128}, "diffusion.canvas_length"),
         ({"preset": "warp"}, "diffusion.preset"),
         ({"stream": "all"}, "diffusion.stream"),

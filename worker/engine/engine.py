@@ -163,6 +163,8 @@ class Engine:
             return "unsupported", f"this model does not decode by {sequence.decoding.strategy}", "decoding"
         if sequence.guard is not None and isinstance(spec.decoding, Renoise):
             return "unsupported", "this model decides a whole canvas at once and cannot follow a grammar", "constraint"
+        if request.cfg_scale > 0 and spec.commit is Commit.ENCODED:
+            return "unsupported", "this model is not guided", "cfg_scale"
         if self._scheduler.block_too_long(sequence):
             largest = self._scheduler.limits.largest_block // sequence.copies
             message = f"block_length is {sequence.block_length}; this model takes {largest} at most"

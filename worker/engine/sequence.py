@@ -62,6 +62,8 @@ class Sequence:
     """Keys of its first pages; see `worker.engine.prefix`."""
     shared: int = 0
     """Pages from the first on that others can find."""
+    reused: int = 0
+    """Prompt tokens that were not prefilled, because their pages were there."""
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict[int, TokenLogprob])
     """Of decided positions that are not published yet, if the request asks for them."""
     pending_text: str = ""
@@ -208,6 +210,7 @@ class Sequence:
         """Begin with pages of which the first are written already."""
         self.pages = [*shared, *pages]
         self.shared, self.cached = len(shared), len(shared) * page_size
+        self.reused = max(self.reused, min(self.cached, self.prompt_length))
 
     @property
     def complete(self) -> bool:
@@ -232,7 +235,7 @@ class Sequence:
 
     @property
     def usage(self) -> Usage:
-        return Usage(self.prompt_length, self.published - self.prompt_length, self.nfe, self.block)
+        return Usage(self.prompt_length, self.published - self.prompt_length, self.nfe, self.block, self.reused)
 
     # --- one step
 
