@@ -22,7 +22,7 @@ from shared.telemetry import note
 KeyScope = Literal["inference", "admin"]
 KEY_PREFIX = "dfk_"
 _BEARER = re.compile(r"bearer +(\S+) *", re.IGNORECASE)
-_OPEN = re.compile(r"/(health(/.*)?|ping|version|metrics|docs(/.*)?|playground/.*|redoc|openapi\.json)?")
+_OPEN = re.compile(r"/(health(/.*)?|ping|version|metrics|docs(/.*)?|playground/.*|openapi\.json)?")
 """Paths that need no key: probes, scrapes, the documentation and the playground's own files."""
 _ADMIN = re.compile(r"/admin(/.*)?")
 

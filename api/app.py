@@ -25,6 +25,7 @@ from api.routes import (
     health,
     models,
     playground,
+    reference,
     responses,
     tokens,
     unsupported,
@@ -43,6 +44,7 @@ ROUTERS = (
     tokens.router,
     health.router,
     playground.router,
+    reference.router,
     # Last: its patterns are wide.
     unsupported.router,
 )
@@ -77,6 +79,9 @@ def create_app(settings: ApiSettings, client: Fleet | None = None) -> FastAPI:
         description="A serving fleet for diffusion language models.",
         lifespan=lifespan,
         redirect_slashes=False,
+        # FastAPI's own pages load their scripts from another host.
+        docs_url=None,
+        redoc_url=None,
         # Outermost first. Errors and streams need the request id and the CORS headers, so these stand outside.
         middleware=[
             Middleware(RequestLog, metrics=metrics),
