@@ -112,6 +112,14 @@ class Keys:
         """String with the lease's TTL: some entry waits in the pending list for an owner, look there now."""
         return self._name("back")
 
+    def drain_order(self, worker_id: str) -> str:
+        """String with a TTL: this worker is asked to end."""
+        return self._name(f"d:{worker_id}")
+
+    def flush_order(self) -> str:
+        """String with a TTL, other at each order: prefix caches are to be emptied."""
+        return self._name("flush")
+
     def rate(self) -> str:
         """Hash with a TTL of a minute: how fast the partition ends requests."""
         return self._name("rate")
@@ -120,6 +128,11 @@ class Keys:
 def card(model: str) -> str:
     """Hash without TTL: a pool scaled to zero still accepts work."""
     return f"df:{{{partition(model)}}}:card"
+
+
+def loras(model: str) -> str:
+    """Hash without TTL: adapters by name, as operators have registered them."""
+    return f"df:{{{partition(model)}}}:loras"
 
 
 def watch_channel(nonce: str) -> str:

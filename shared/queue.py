@@ -25,6 +25,7 @@ from shared.keys import card as card_key
 from shared.lanes import Entry, LaneReader
 from shared.lua import script
 from shared.memory import NO_WORK, MemoryGauge
+from shared.orders import OrderBook, Orders
 
 log = logging.getLogger(__name__)
 
@@ -220,8 +221,22 @@ class WorkerQueue:
         """Give a request back at a block boundary: the next worker takes it at once, or after `delay_ms` (< lease)."""
         keys, lanes = _names(request_id)
         names = [keys.request(request_id), keys.handed_back(), *lanes]
-        args = [epoch, GROUP, self._worker, self._lease_ms, delay_ms]
+        args = [epoch, GROUP, self._worker, self._lease_ms, delay_ms, 0]
         return Outcome(await self._link.run_again(script("hand_back"), names, args))
+
+    async def pass_on(self, request_id: str, epoch: int, delay_ms: int, most: int) -> bool:
+        """Give back a request that this worker is unable to run; False if `most` workers have tried.
+
+        Then it is still this worker's, which has to end it.
+        """
+        keys, lanes = _names(request_id)
+        names = [keys.request(request_id), keys.handed_back(), *lanes]
+        args = [epoch, GROUP, self._worker, self._lease_ms, delay_ms, most]
+        return Outcome(await self._link.run_again(script("hand_back"), names, args)) is not Outcome.DUPLICATE
+
+    async def orders(self) -> Orders:
+        """Return what operators ask of this worker."""
+        return await OrderBook(self._link).read(self._model, self._worker)
 
     async def find_aborted(self, request_ids: Sequence[str]) -> dict[str, str]:
         """Return those of the requests that are to be aborted, with the reasons, in one round trip."""

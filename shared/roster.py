@@ -21,6 +21,8 @@ class WorkerInfo:
     """Denoising forwards since its start."""
     version: str = ""
     device: str = ""
+    adapters: tuple[str, ...] = ()
+    """Names of the adapters that it has loaded."""
     beat_ms: int = 0
     """Server time (ms since 1970) of its last beat; set by the server."""
 
@@ -36,6 +38,7 @@ def pack_worker(info: WorkerInfo) -> dict[str, str | int]:
         "steps": info.steps,
         "version": info.version,
         "device": info.device,
+        "adapters": ",".join(info.adapters),
     }
 
 
@@ -52,6 +55,7 @@ def unpack_worker(fields: Mapping[bytes, bytes]) -> WorkerInfo | None:
         state=state,
         version=text.get("version", ""),
         device=text.get("device", ""),
+        adapters=tuple(filter(None, text.get("adapters", "").split(","))),
         beat_ms=int(text.get("beat", "0")),
         **numbers,
     )

@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
 from typing import NoReturn
 
@@ -136,6 +137,8 @@ def _serve(settings: WorkerSettings) -> ExitCode:
         ),
         worker_id,
         metrics,
+        assembly.adapters,
+        on_drain=lambda: service.stop(),
     )
     service = Service(assembly.engine, bridge, mailbox, pulse, readiness, metrics, settings.drain_s)
 
@@ -148,6 +151,8 @@ def _serve(settings: WorkerSettings) -> ExitCode:
             free=max(0, settings.max_rows - len(bridge.held())),
             steps=assembly.engine.load().steps,
             device=str(placement.device),
+            version=_version(),
+            adapters=tuple(assembly.adapters.names()) if assembly.adapters is not None else (),
         )
 
     heartbeat = Heartbeat(heart, pulse, settings.beat_s, bridge.held, bridge.judge, announce, give_up)
@@ -167,6 +172,13 @@ def _serve(settings: WorkerSettings) -> ExitCode:
         probe.stop()
     log.info("worker ended: %s", code.name)
     return code
+
+
+def _version() -> str:
+    try:
+        return version("diffleet")
+    except PackageNotFoundError:
+        return "unknown"  # run from a checkout that was not installed
 
 
 def _await_redis(settings: WorkerSettings) -> None:

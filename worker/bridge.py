@@ -15,11 +15,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from shared.card import ModelCard
-from shared.commands import InvalidCommand, UnsupportedCommand, decode_command
+from shared.commands import Generate, InvalidCommand, LoraUse, UnsupportedCommand, decode_command
 from shared.connection import FleetUnavailable
 from shared.events import Delta, FailCode, Failed, Finished, Queued, Snapshot, Started
 from shared.heart import Held, HeldState
+from shared.orders import Orders
 from shared.queue import Claim, Outcome, WorkerQueue
+from worker.adapters.ports import Adapters, AdapterUnavailable
 from worker.engine.ports import Arrival, Outbox, Resume
 from worker.mailbox import Mailbox
 from worker.metrics import Metrics
@@ -28,6 +30,9 @@ log = logging.getLogger(__name__)
 
 _IDLE_WAIT_MS = 1000
 _UNSUPPORTED_DELAY_MS = 5000
+_UNABLE_DELAY_MS = 500
+_MOST_UNABLE = 3
+"""Workers that try to load what a request needs before it fails."""
 _CARD_CHECK_S = 3.0
 _MAX_HEALS = 3
 _EXPIRED = "expired"
@@ -49,6 +54,8 @@ class Pace:
 @dataclass(frozen=True, slots=True)
 class _HandBack:
     delay_ms: int = 0
+    instead: Failed | None = None
+    """What ends a request that this worker is unable to run, once others have been as unable."""
 
 
 @dataclass(slots=True)
@@ -65,7 +72,10 @@ class _Slot:
     """Kept to repair a log that fell back behind us: a server that crashed may lose its last second."""
     heals: int = 0
     previewed_at: float = float("-inf")
-    aborting: bool = False
+    abort_reason: str | None = None
+    """Set once its end was asked for."""
+    lora: tuple[LoraUse, ...] = ()
+    """Adapters that are held for it."""
 
     def deltas_ahead(self) -> list[Delta]:
         """Return the pending deltas that do not belong into the call that ends the request."""
@@ -90,13 +100,20 @@ class Bridge:
         pace: Pace,
         worker_id: str,
         metrics: Metrics,
+        adapters: Adapters | None = None,
+        on_drain: Callable[[], None] | None = None,
     ) -> None:
+        """`adapters` are what requests may run under; `on_drain` is called when an operator wants the worker to end."""
         self._connect = connect
         self._card = card
         self._mailbox = mailbox
         self._pace = pace
         self._worker_id = worker_id
         self._metrics = metrics
+        self._adapters = adapters
+        self._on_drain = on_drain
+        self._loads: set[asyncio.Task[None]] = set()
+        self._orders: Orders | None = None
         self._held: dict[str, _Slot] = {}
         self._epochs: dict[str, int] = {}
         self._starts: list[Started] = []
@@ -186,7 +203,7 @@ class Bridge:
                 tasks.create_task(self._claim(queue))
                 tasks.create_task(self._poll_aborts(queue))
                 tasks.create_task(self._publish(queue))
-                tasks.create_task(self._keep_card(queue))
+                tasks.create_task(self._look_around(queue))
         finally:
             await queue.close()
 
@@ -200,14 +217,23 @@ class Bridge:
         self._news.set()
         self._quit.set()
 
-    async def _keep_card(self, queue: WorkerQueue) -> None:
-        """See that fronts find the model again if Redis comes back without its data."""
+    async def _look_around(self, queue: WorkerQueue) -> None:
+        """See that fronts find the model again if Redis comes back without its data, and what operators ask for."""
         while not self._closing:
             await _wait(self._quit, _CARD_CHECK_S)
             try:
                 await queue.restore_card(self._card)
+                self._follow(await queue.orders())
             except FleetUnavailable:
                 continue  # the others tell of the outage
+
+    def _follow(self, orders: Orders) -> None:
+        former, self._orders = self._orders, orders
+        if orders.drain and not (former and former.drain) and self._on_drain is not None:
+            log.info("an operator asks this worker to end")
+            self._on_drain()
+        if orders.flush and former is not None and orders.flush != former.flush:
+            self._mailbox.flush()
 
     # --- claims
 
@@ -232,6 +258,8 @@ class Bridge:
                 self._admit(claim)
             if self._held and not claims:
                 await _wait(self._quit, self._pace.claim_poll_s)
+        if self._loads:
+            await asyncio.wait(self._loads)
         self._ended_claims.set()
         self._mailbox.wake()
 
@@ -240,6 +268,7 @@ class Bridge:
         if former is not None:
             # Our own lease ran out (a frozen process), and we are the ones who claim it again.
             self._mailbox.drop(claim.id)
+            self._let_go(former)
         slot = _Slot(claim.id, claim.epoch, written=[event for event in claim.log if isinstance(event, Delta)])
         self._held[claim.id] = slot
         self._epochs[claim.id] = claim.epoch
@@ -262,6 +291,42 @@ class Bridge:
         if request.id != claim.id:
             self._refuse(slot, claim.seq, "invalid_request", "id: the payload belongs to another request")
             return
+        if request.lora:
+            load = asyncio.create_task(self._load(slot, claim, request))
+            self._loads.add(load)
+            load.add_done_callback(self._loads.discard)
+        else:
+            self._arrive(slot, claim, request)
+
+    async def _load(self, slot: _Slot, claim: Claim, request: Generate) -> None:
+        """Let a request arrive once its adapters are there; its lease is renewed meanwhile."""
+        try:
+            if self._adapters is None:
+                raise AdapterUnavailable(f"adapter {request.lora[0].name}: this worker has no model store")
+            await asyncio.to_thread(self._adapters.hold, request.lora)
+        except Exception as error:
+            if not isinstance(error, AdapterUnavailable):
+                log.exception("an adapter's loading has failed")
+            log.warning("request passed on: %s", error, extra={"request_id": slot.id})
+            failed = Failed(slot.id, claim.seq + 1, slot.epoch, "unsupported", str(error), "lora")
+            self._append(slot, _HandBack(_UNABLE_DELAY_MS, failed))
+            return
+        slot.lora = request.lora
+        if self._held.get(slot.id) is not slot:
+            self._let_go(slot)  # lost meanwhile
+        elif not self._taking:
+            self._append(slot, _HandBack())
+        else:
+            self._arrive(slot, claim, request)
+            if slot.abort_reason is not None:
+                self._mailbox.abort(slot.id, slot.abort_reason)
+
+    def _let_go(self, slot: _Slot) -> None:
+        if slot.lora and self._adapters is not None:
+            self._adapters.release(slot.lora)
+            slot.lora = ()
+
+    def _arrive(self, slot: _Slot, claim: Claim, request: Generate) -> None:
         if request.preview is not None:
             slot.preview_s = max(self._pace.preview_s, request.preview.interval_ms / 1000)
         self._starts.append(Started(slot.id, slot.epoch, self._worker_id, claim.queued_ms))
@@ -290,6 +355,7 @@ class Bridge:
         if self._held.get(slot.id) is slot:
             del self._held[slot.id], self._epochs[slot.id]
             self._snapshots.pop(slot.id, None)
+            self._let_go(slot)
             self._room.set()
 
     def _lose(self, slot: _Slot) -> None:
@@ -306,7 +372,7 @@ class Bridge:
         backoff = Backoff()
         while not self._closing:
             await _wait(self._quit, self._pace.abort_poll_s)
-            running = [slot.id for slot in self._held.values() if not slot.aborting and not slot.ends()]
+            running = [slot.id for slot in self._held.values() if slot.abort_reason is None and not slot.ends()]
             if not running:
                 continue
             try:
@@ -320,8 +386,8 @@ class Bridge:
 
     def _abort(self, request_id: str, reason: str) -> None:
         slot = self._held.get(request_id)
-        if slot is not None and not slot.aborting:
-            slot.aborting = True
+        if slot is not None and slot.abort_reason is None:
+            slot.abort_reason = reason
             self._mailbox.abort(request_id, reason)
 
     def _judge(self, beaten: Mapping[str, int], verdicts: Mapping[str, Held]) -> None:
@@ -410,6 +476,13 @@ class Bridge:
 
     async def _end(self, queue: WorkerQueue, slot: _Slot) -> None:
         match list(slot.pending):
+            case [_HandBack(delay_ms, Failed() as instead)]:
+                if await queue.pass_on(slot.id, slot.epoch, delay_ms, _MOST_UNABLE):
+                    self._metrics.count_hand_back()
+                    self._forget(slot)
+                else:
+                    self._metrics.count_refused(instead.code)
+                    slot.pending[0] = instead
             case [_HandBack(delay_ms)]:
                 await queue.hand_back(slot.id, slot.epoch, delay_ms)
                 self._metrics.count_hand_back()

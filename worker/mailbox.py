@@ -18,6 +18,11 @@ class _Hurry:
 
 
 @dataclass(frozen=True, slots=True)
+class _Flush:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
 class _Drop:
     id: str
 
@@ -29,7 +34,7 @@ class Mailbox:
     """
 
     def __init__(self) -> None:
-        self._letters: queue.SimpleQueue[Arrival | _Abort | _Drop | _Hurry | None] = queue.SimpleQueue()
+        self._letters: queue.SimpleQueue[Arrival | _Abort | _Drop | _Hurry | _Flush | None] = queue.SimpleQueue()
 
     def arrive(self, arrival: Arrival) -> None:
         self._letters.put(arrival)
@@ -44,6 +49,10 @@ class Mailbox:
     def hurry(self, request_id: str) -> None:
         """Make the engine end a request with what its next forward gives."""
         self._letters.put(_Hurry(request_id))
+
+    def flush(self) -> None:
+        """Make the engine forget the texts whose pages others could share."""
+        self._letters.put(_Flush())
 
     def wake(self) -> None:
         """Cut a running `collect` short."""
@@ -61,7 +70,7 @@ class Mailbox:
             return inbox
 
 
-def _file(letter: Arrival | _Abort | _Drop | _Hurry | None, inbox: Inbox) -> None:
+def _file(letter: Arrival | _Abort | _Drop | _Hurry | _Flush | None, inbox: Inbox) -> None:
     match letter:
         case Arrival():
             inbox.arrivals.append(letter)
@@ -71,6 +80,8 @@ def _file(letter: Arrival | _Abort | _Drop | _Hurry | None, inbox: Inbox) -> Non
             # Lost, and claimed again in between: an arrival behind the drop is the request's next life.
             inbox.arrivals = [arrival for arrival in inbox.arrivals if arrival.request.id != request_id]
             inbox.drops.append(request_id)
+        case _Flush():
+            inbox.flush = True
         case _Hurry(request_id):
             inbox.hurries.append(request_id)
         case None:

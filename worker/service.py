@@ -129,7 +129,7 @@ class Service:
             self._step(inbox)
 
     def _step(self, inbox: Inbox) -> None:
-        if self._engine.idle and not (inbox.arrivals or inbox.aborts or inbox.drops):
+        if self._engine.idle and not (inbox.arrivals or inbox.aborts or inbox.drops or inbox.flush):
             return
         began = time.perf_counter()
         outbox = self._engine.step(inbox)

@@ -2,13 +2,15 @@
 -- Give a request back at a block boundary. The epoch rises, so that this worker is fenced from here on; the attempt
 -- does not count. Its entry keeps its age and is taken at once (idle for a day), or after `delay`.
 -- KEYS: request, handed-back hint, lanes rt, std, bulk
--- ARGV: epoch, group, consumer, lease ms, delay ms
--- Returns 1 done, -1 fenced
+-- ARGV: epoch, group, consumer, lease ms, delay ms, how many workers may try what this one cannot (0: any number)
+-- Returns 1 done, -1 fenced, 0 still this worker's: so many have tried
 local lanes = { rt = KEYS[3], std = KEYS[4], bulk = KEYS[5] }
 local request = fetch(KEYS[1], 'st', 'ep', 'own', 'eid', 'lane', 'att')
 local whole = entry_id(request.eid) and lanes[request.lane or ''] and string.match(request.att or '', '^%d+$')
 if not whole or not owned(request, ARGV[1], ARGV[3]) then return -1 end
 local lease, delay = tonumber(ARGV[4]), tonumber(ARGV[5])
+local most = tonumber(ARGV[6])
+if most > 0 and redis.call('HINCRBY', KEYS[1], 'unable', 1) >= most then return 0 end
 redis.call('HSET', KEYS[1], 'st', 'queued', 'own', '', 'alone', 0)
 redis.call('HINCRBY', KEYS[1], 'ep', 1)
 redis.call('HINCRBY', KEYS[1], 'att', -1)

@@ -8,6 +8,7 @@ from shared.card import ModelCard
 from shared.commands import Generate, encode_command
 from shared.connection import FleetUnavailable
 from shared.events import Delta, Failed, Finished, Snapshot, Started
+from shared.orders import Orders
 from shared.queue import Claim, Outcome
 
 
@@ -36,6 +37,8 @@ class QueueForTests:
         self.limits: list[int] = []
         self.faults: list[bool] = []
         """For each coming write: True if it fails. Then all succeed."""
+        self.orders_now = Orders()
+        self.unable: dict[str, int] = {}
         self.down = False
         self.closed = False
 
@@ -52,6 +55,17 @@ class QueueForTests:
     @property
     def on_probation(self) -> bool:
         return False
+
+    async def orders(self) -> Orders:
+        self._fail_if_down()
+        return self.orders_now
+
+    async def pass_on(self, request_id: str, epoch: int, delay_ms: int, most: int) -> bool:
+        self.unable[request_id] = self.unable.get(request_id, 0) + 1
+        if self.unable[request_id] >= most:
+            return False
+        await self.hand_back(request_id, epoch, delay_ms)
+        return True
 
     async def take(self, limit: int, held: int = 0) -> list[Claim]:
         self._fail_if_down()

@@ -15,8 +15,9 @@ from tests.goldens.folder import find_folders
 from tests.goldens.passes import Pass, run_pass
 from tests.worker.adapter_folders import read_weights, write_adapter, write_merged
 from tests.worker.test_families import DENSE, MOE, QWEN3, TOKENS, NoText, load_with_mask, write_oracle
+from worker.adapters.ports import AdapterUnavailable
 from worker.adapters.stack import AdapterStack
-from worker.adapters.store import AdapterStore, AdapterUnavailable
+from worker.adapters.store import AdapterStore
 from worker.adapters.targets import find_targets, shapes_of
 from worker.adapters.weights import Adapter, load_adapter
 from worker.engine.engine import Engine

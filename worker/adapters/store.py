@@ -10,11 +10,8 @@ import torch
 
 from shared.adapters import InvalidAdapter, digest_of, find_folder
 from shared.commands import LoraUse
+from worker.adapters.ports import AdapterUnavailable
 from worker.adapters.weights import Adapter
-
-
-class AdapterUnavailable(Exception):
-    """An adapter cannot be loaded here, or not now; the message tells why, and names it."""
 
 
 @dataclass(slots=True)

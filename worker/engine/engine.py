@@ -98,6 +98,8 @@ class Engine:
 
     def _take_in(self, inbox: Inbox, outbox: Outbox) -> None:
         self._handing_back = self._handing_back or inbox.hand_back
+        if inbox.flush:
+            self._scheduler.pool.forget_all()
         for request_id in inbox.drops:
             sequence = self._scheduler.find(request_id)
             if sequence is not None:

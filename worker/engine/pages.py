@@ -86,6 +86,11 @@ class PagePool:
             self._holders[page] += 1
         return page
 
+    def forget_all(self) -> None:
+        """Let nobody find any page any more."""
+        for page in list(self._key_of):
+            self.forget(page)
+
     def forget(self, page: int) -> None:
         """Let nobody find `page` any more; who holds it keeps it."""
         key = self._key_of.pop(page, None)
