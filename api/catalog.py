@@ -4,11 +4,13 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from api.errors import ApiError, invalid
 from api.ports import Fleet
+from api.structure.tools import plain_messages
 from shared.card import InvalidCard, ModelCard
 from shared.client import UnknownModel
 from shared.decoding import Decoding
@@ -37,12 +39,19 @@ class ServedModel:
         except InvalidText as error:
             raise invalid(field, f"{field}: {error}") from error
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> list[int]:
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int]:
         """Return the ids of a chat under the model's template; raises `ApiError`."""
+        if not self.tokenizer.template_takes_tools:
+            messages, tools = plain_messages(messages, tools or ()), None
         try:
             if sum(len(message["content"]) for message in messages) < _LONG_TEXT:
-                return self.tokenizer.encode_chat(messages, None, add_generation_prompt)
-            return await asyncio.to_thread(self.tokenizer.encode_chat, messages, None, add_generation_prompt)
+                return self.tokenizer.encode_chat(messages, tools, add_generation_prompt)
+            return await asyncio.to_thread(self.tokenizer.encode_chat, messages, tools, add_generation_prompt)
         except (InvalidText, TemplateError) as error:
             raise invalid("messages", f"messages: {error}") from error
 

@@ -14,6 +14,7 @@ from api.penalties import edits_of
 from api.schemas import MOST_CHOICES, DiffusionOptions, GenerationBody, Preset
 from shared.card import ModelCard
 from shared.commands import Generate, Lane, Limits, Preview, Sampling
+from shared.constraints import Constraint
 from shared.decoding import Decoding
 from shared.keys import new_request_id, pick_partition
 
@@ -42,7 +43,12 @@ class Call:
 
 
 def to_generate(
-    body: GenerationBody, prompts: Sequence[list[int]], model: ServedModel, prompt_field: str, call: Call
+    body: GenerationBody,
+    prompts: Sequence[list[int]],
+    model: ServedModel,
+    prompt_field: str,
+    call: Call,
+    constraint: Constraint | None = None,
 ) -> list[Generate]:
     """Return the commands, one for each choice of each prompt, in the order of their indexes.
 
@@ -60,6 +66,7 @@ def to_generate(
     commands: list[Generate] = []
     for prompt in prompts:
         first = _command(body, options, prompt, model, prompt_field, call)
+        first = first.model_copy(update={"constraint": constraint})
         for choice in range(body.choices):
             index = len(commands)
             chosen = first.sampling.model_copy(update={"seed": derived_seed(seed, choice)})

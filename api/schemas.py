@@ -8,6 +8,7 @@ whose effect nobody would deliver (`REFUSED`), is an error that names it.
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
+import orjson
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
@@ -69,6 +70,9 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
 
 An endpoint that delivers one declares it in its body and names it in `delivers`.
 """
+
+GUIDED = frozenset({"structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"})
+STRUCTURED = GUIDED | {"response_format"}
 
 
 def _as_list(value: object) -> object:
@@ -228,7 +232,7 @@ class StreamOptions(StrictBody):
 class GenerationBody(StrictBody):
     """What every generating endpoint takes."""
 
-    delivers: ClassVar[frozenset[str]] = frozenset()
+    delivers: ClassVar[frozenset[str]] = STRUCTURED
     """Fields of `REFUSED` that this body's endpoint acts on."""
 
     model: str | None = Field(default=None, description="May be left out where only one model is served.")
@@ -273,6 +277,16 @@ class GenerationBody(StrictBody):
         default=None, ge=-(2**31), lt=2**31, description="Below 0: before the others; above 0: behind them."
     )
     service_tier: ServiceTier | None = Field(default=None, description="priority, or flex for the bulk lane.")
+    response_format: dict[str, Any] | None = Field(
+        default=None, description="text, json_object, or json_schema with a schema that the answer follows."
+    )
+    guided_json: dict[str, Any] | str | None = Field(default=None, description="A JSON schema.")
+    guided_regex: str | None = Field(default=None, description="A pattern of the whole output.")
+    guided_choice: list[str] | None = Field(default=None, description="The output is one of these.")
+    guided_grammar: str | None = Field(default=None, description="A grammar in llguidance's dialect of Lark.")
+    structured_outputs: dict[str, Any] | None = Field(
+        default=None, description="vLLM's word for these: json, json_object, regex, choice or grammar."
+    )
     diffusing: bool | None = Field(default=None, description="Mercury's word for diffusion.stream `replace`.")
     diffusion: DiffusionOptions | None = None
 
@@ -310,10 +324,33 @@ class GenerateBody(GenerationBody):
     prompt: Prompt = Field(description="Text, which is not put into a chat template, or token ids.")
 
 
+class CalledFunction(StrictBody):
+    name: str
+    arguments: str = Field(default="{}", description="JSON text.")
+
+
+class CalledTool(StrictBody):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the call as templates know it: with arguments as an object, where they are one."""
+        try:
+            arguments: object = orjson.loads(self.function.arguments)
+        except orjson.JSONDecodeError:
+            arguments = self.function.arguments
+        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+
+
 class ChatMessage(StrictBody):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = None
-    tool_calls: Annotated[None, BeforeValidator(_none_if_empty)] = Field(default=None, description="Not supported.")
+    tool_calls: Annotated[list[CalledTool] | None, BeforeValidator(_none_if_empty)] = Field(
+        default=None, description="What the assistant has called."
+    )
+    tool_call_id: str | None = Field(default=None, description="The call that a message of role tool answers.")
+    name: str | None = None
 
     @model_validator(mode="after")
     def _check_silence(self) -> "ChatMessage":
@@ -321,13 +358,21 @@ class ChatMessage(StrictBody):
             raise PydanticCustomError("content", "content is required")
         return self
 
-    def for_template(self) -> dict[str, str]:
+    def for_template(self) -> dict[str, Any]:
         """Return the message as templates know it: `developer` is the newer name of `system`."""
-        return {"role": "system" if self.role == "developer" else self.role, "content": self.content or ""}
+        told: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.content or "",
+        }
+        if self.tool_calls:
+            told["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if self.role == "tool":
+            told |= {"tool_call_id": self.tool_call_id, "name": self.name}
+        return told
 
 
 class CompletionBody(GenerationBody):
-    delivers = frozenset({"n", "echo", "logprobs"})
+    delivers = STRUCTURED | {"n", "echo", "logprobs"}
 
     prompt: Prompts = Field(description="Text, token ids, or a list of either; not put into a chat template.")
     n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
@@ -358,7 +403,7 @@ class CompletionBody(GenerationBody):
 
 
 class ChatBody(GenerationBody):
-    delivers = frozenset({"n", "logprobs", "top_logprobs"})
+    delivers = STRUCTURED | {"n", "logprobs", "top_logprobs", "tools", "tool_choice"}
 
     n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
     messages: list[ChatMessage] = Field(min_length=1)
@@ -369,6 +414,11 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = Field(default=None, description="Log-probability of each token when it was decided.")
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS, description="Of so many others beside it.")
     stream_options: StreamOptions | None = None
+    tools: list[dict[str, Any]] | None = Field(default=None, description="Functions that the answer may call.")
+    tool_choice: Literal["none", "auto", "required", "any"] | dict[str, Any] | None = Field(
+        default=None, description="Unset: auto. required, a function or allowed_tools make sure of a call."
+    )
+    parallel_tool_calls: bool | None = Field(default=None, description="False: one call at most. Unset: true.")
 
     @property
     def choices(self) -> int:

@@ -41,6 +41,7 @@ class ChatTemplate:
 
         environment.globals["strftime_now"] = strftime_now
         self._special_tokens = dict(special_tokens)
+        self.takes_tools = "tools" in source
         try:
             self._template: Template = environment.from_string(source)
         except JinjaError as error:

@@ -79,6 +79,11 @@ class Tokenizer:
     def has_template(self) -> bool:
         return self._template is not None
 
+    @property
+    def template_takes_tools(self) -> bool:
+        """The chat template knows what to do with tools, their calls and results."""
+        return self._template is not None and self._template.takes_tools
+
     def to_json(self) -> str:
         """Return the content of a tokenizer.json, tokens that only tokenizer_config.json knows included."""
         return self._backend.to_str()

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from api.errors import invalid, unsupported
-from api.schemas import GenerationBody
+from api.schemas import GUIDED, GenerationBody
 
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _TEXT_PARTS = ("input_text", "output_text", "text")
@@ -18,7 +18,6 @@ _EFFECTS: Mapping[str, tuple[object, ...]] = {
     "context_management": ([],),
     "max_tool_calls": (),
     "truncation": ("disabled",),
-    "text": ({}, {"format": {"type": "text"}}),
 }
 """Fields of this endpoint alone whose effect is not delivered, and the values (besides null) that ask for nothing."""
 
@@ -56,7 +55,7 @@ Metadata = Annotated[
 
 class ResponseBody(GenerationBody):
     model_config = ConfigDict(frozen=True, strict=True, extra="allow")
-    delivers: ClassVar[frozenset[str]] = frozenset()
+    delivers: ClassVar[frozenset[str]] = GUIDED
 
     input: Annotated[
         Any,
@@ -69,6 +68,10 @@ class ResponseBody(GenerationBody):
     background: bool | None = Field(default=None, description="Answer at once; the response goes on by itself.")
     store: bool | None = Field(default=None, description="Unset: true.")
     metadata: Metadata = None
+    text: dict[str, Any] | None = Field(
+        default=None,
+        description="Its format is text, json_object, or json_schema with a schema that the answer follows.",
+    )
 
     @property
     def wanted_tokens(self) -> tuple[str, int | None]:

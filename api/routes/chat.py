@@ -21,8 +21,12 @@ from api.openapi import STREAM_RESPONSES, request_body
 from api.requests import Call, to_generate
 from api.schemas import ChatBody, StreamOptions
 from api.sse import KEEPALIVE, EventStream, error_frame, frame
+from api.structure.constraints import constraint_of
+from api.structure.teller import CallTeller
+from api.structure.tools import shown
 from api.transcript import Transcript
 from shared.commands import Generate
+from shared.constraints import ToolCalls
 from shared.events import Delta, Finished, Queued, Snapshot, Started
 from shared.telemetry import note
 
@@ -55,12 +59,18 @@ class ChatPlan:
     model: ServedModel
     commands: list[Generate]
 
+    @property
+    def calls_tools(self) -> bool:
+        return isinstance(self.commands[0].constraint, ToolCalls)
+
 
 async def plan_chat(body: ChatBody, catalog: Catalog, call: Call) -> ChatPlan:
     """Raises `ApiError`."""
     model = await catalog.resolve(body.model)
-    prompt = await model.encode_chat([message.for_template() for message in body.messages])
-    return ChatPlan(body, model, to_generate(body, [prompt], model, "messages", call))
+    constraint = await constraint_of(body, model.card)
+    messages = [message.for_template() for message in body.messages]
+    prompt = await model.encode_chat(messages, tools=shown(body.tools, body.tool_choice))
+    return ChatPlan(body, model, to_generate(body, [prompt], model, "messages", call, constraint))
 
 
 async def answer_chat(plan: ChatPlan, bundle: Bundle) -> dict[str, object]:
@@ -79,12 +89,17 @@ async def answer_chat(plan: ChatPlan, bundle: Bundle) -> dict[str, object]:
 
 def _choice(plan: ChatPlan, index: int, transcript: Transcript) -> dict[str, object]:
     assert transcript.end is not None, "a bundle that was read to its end has seen every end"
-    message = {"role": "assistant", "content": transcript.text, "refusal": None}
+    message: dict[str, object] = {"role": "assistant", "content": transcript.text, "refusal": None}
+    finish = finish_fields(transcript.end)
+    if plan.calls_tools:
+        teller = CallTeller(plan.commands[index].id)
+        message |= teller.message(transcript.text)
+        finish |= teller.finish(transcript.end)
     logprobs = None
     if plan.body.logprobs:
         writer = LogprobWriter(plan.model.tokenizer)
         logprobs = writer.chat(writer.of_answer(transcript.deltas, transcript.end))
-    return {"index": index, "message": message, "logprobs": logprobs} | finish_fields(transcript.end)
+    return {"index": index, "message": message, "logprobs": logprobs} | finish
 
 
 async def stream_chat(plan: ChatPlan, bundle: Bundle) -> AsyncGenerator[bytes]:
@@ -93,6 +108,7 @@ async def stream_chat(plan: ChatPlan, bundle: Bundle) -> AsyncGenerator[bytes]:
     include_usage, every_usage = bool(options.include_usage), bool(options.continuous_usage_stats)
     transcripts = [Transcript.of(follow) for follow in bundle.follows]
     canvases = [_canvas(plan, transcript) for transcript in transcripts]
+    tellers = [CallTeller(command.id) if plan.calls_tools else None for command in plan.commands]
     writers = [LogprobWriter(plan.model.tokenizer) for _ in transcripts]
     head = _head(plan) | {"object": "chat.completion.chunk"}
 
@@ -111,11 +127,14 @@ async def stream_chat(plan: ChatPlan, bundle: Bundle) -> AsyncGenerator[bytes]:
             yield KEEPALIVE
             continue
         transcripts[index].observe(event)
+        teller = tellers[index]
         match event:
             case Queued() | Started():
                 pass
             case Delta():
                 delta, extra = canvases[index].of_delta(event)
+                if teller is not None:
+                    delta = teller.push(event.text)
                 told: dict[str, object] = {}
                 if plan.body.logprobs and (tokens := writers[index].of_delta(event)):
                     told = {"logprobs": writers[index].chat(tokens)}
@@ -131,7 +150,12 @@ async def stream_chat(plan: ChatPlan, bundle: Bundle) -> AsyncGenerator[bytes]:
                 told = {}
                 if plan.body.logprobs and (tokens := writers[index].of_end(event)):
                     told = {"logprobs": writers[index].chat(tokens)}
-                yield chunk([_delta(index) | told | finish_fields(event)], extra)
+                finish = finish_fields(event)
+                if teller is not None:
+                    if delta := teller.end():
+                        yield chunk([_delta(index, **delta)])
+                    finish |= teller.finish(event)
+                yield chunk([_delta(index) | told | finish], extra)
             case _:
                 assert_never(event)
     if include_usage:
@@ -148,17 +172,17 @@ def _head(plan: ChatPlan) -> dict[str, object]:
     }
 
 
-def _delta(index: int, **delta: str) -> dict[str, object]:
+def _delta(index: int, **delta: object) -> dict[str, object]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
 class _Append:
     """Committed text as deltas, and nothing else."""
 
-    def of_delta(self, event: Delta) -> tuple[dict[str, str], dict[str, object]]:
+    def of_delta(self, event: Delta) -> tuple[dict[str, object], dict[str, object]]:
         return ({"content": event.text} if event.text else {}), {}
 
-    def of_snapshot(self, event: Snapshot) -> tuple[dict[str, str], dict[str, object]]:
+    def of_snapshot(self, event: Snapshot) -> tuple[dict[str, object], dict[str, object]]:
         return {}, {}
 
 
@@ -169,7 +193,7 @@ class _Denoise(_Append):
         self._tokenizer = plan.model.tokenizer
         self._prompt_tokens = len(plan.commands[0].prompt)
 
-    def of_snapshot(self, event: Snapshot) -> tuple[dict[str, str], dict[str, object]]:
+    def of_snapshot(self, event: Snapshot) -> tuple[dict[str, object], dict[str, object]]:
         return {}, {"diffusion": canvas_fields(event, self._tokenizer, self._prompt_tokens)}
 
 
@@ -180,11 +204,11 @@ class _Framed(_Append):
         detail = plan.body.diffusion.frame_detail if plan.body.diffusion else None
         self._frames = Frames(plan.model.tokenizer, detail or "tokens")
 
-    def of_delta(self, event: Delta) -> tuple[dict[str, str], dict[str, object]]:
+    def of_delta(self, event: Delta) -> tuple[dict[str, object], dict[str, object]]:
         delta, _ = super().of_delta(event)
         return delta, {"diffusion": self._frames.of_commit(event)}
 
-    def of_snapshot(self, event: Snapshot) -> tuple[dict[str, str], dict[str, object]]:
+    def of_snapshot(self, event: Snapshot) -> tuple[dict[str, object], dict[str, object]]:
         return {}, {"diffusion": self._frames.of_snapshot(event)}
 
 
@@ -195,10 +219,10 @@ class _Replaced(_Append):
         self._tokenizer = plan.model.tokenizer
         self._transcript = transcript
 
-    def of_delta(self, event: Delta) -> tuple[dict[str, str], dict[str, object]]:
+    def of_delta(self, event: Delta) -> tuple[dict[str, object], dict[str, object]]:
         return {"content": self._transcript.text}, {}
 
-    def of_snapshot(self, event: Snapshot) -> tuple[dict[str, str], dict[str, object]]:
+    def of_snapshot(self, event: Snapshot) -> tuple[dict[str, object], dict[str, object]]:
         return {"content": self._transcript.text + canvas_text(event.token_ids, self._tokenizer)}, {}
 
 

@@ -21,6 +21,7 @@ from api.openapi import STREAM_RESPONSES, request_body
 from api.requests import Call, to_generate
 from api.schemas import CompletionBody, StreamOptions
 from api.sse import KEEPALIVE, EventStream, error_frame, frame
+from api.structure.constraints import constraint_of
 from api.transcript import Transcript
 from shared.commands import Generate
 from shared.events import Delta, Finished, Queued, Snapshot, Started
@@ -63,7 +64,8 @@ async def plan_completion(body: CompletionBody, catalog: Catalog, call: Call) ->
         raise ApiError(400, "unsupported_value", "diffusion.stream replace is a mode of chats", "diffusion.stream")
     given = cast(list[str | list[int]], body.prompt)
     prompts = [await model.encode(prompt) if isinstance(prompt, str) else prompt for prompt in given]
-    commands = to_generate(body, prompts, model, "prompt", call)
+    constraint = await constraint_of(body, model.card)
+    commands = to_generate(body, prompts, model, "prompt", call, constraint)
     texts = [prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt) for prompt in given]
     echoes = [text if body.echo else "" for text in texts for _ in range(body.choices)]
     return CompletionPlan(body, model, commands, echoes)

@@ -17,6 +17,7 @@ from api.relay import Follow
 from api.requests import to_generate
 from api.schemas import GenerateBody
 from api.sse import KEEPALIVE, EventStream, frame
+from api.structure.constraints import constraint_of
 from api.transcript import Transcript, read_to_end, usage_of
 from shared.events import Delta, Finished, Queued, Snapshot, Started
 from shared.telemetry import note
@@ -37,7 +38,8 @@ async def generate(
     model = await services.catalog.resolve(body.model)
     prompt = await model.encode(body.prompt) if isinstance(body.prompt, str) else cast(list[int], body.prompt)
     call = call_of(request, services.settings)
-    commands = to_generate(body, [prompt], model, "prompt", call)
+    constraint = await constraint_of(body, model.card)
+    commands = to_generate(body, [prompt], model, "prompt", call, constraint)
     (command,), (terms,) = commands, await admit(request, call, services.limiter, commands, model.card.block_length)
     follow = await services.relay.open(command, request.receive, terms)
     name_request(request, follow.request_id)

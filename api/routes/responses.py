@@ -24,6 +24,7 @@ from api.responses.schemas import ResponseBody, as_items, check_effects, to_mess
 from api.responses.shape import EventWriter, response_object, sse, status_of
 from api.responses.store import Record
 from api.sse import KEEPALIVE, EventStream
+from api.structure.constraints import constraint_of
 from shared.client import Result
 from shared.commands import Generate
 from shared.events import Delta, Finished, Queued, Snapshot, Started
@@ -51,7 +52,8 @@ async def create(
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
     prompt = await model.encode_chat(instructions + messages)
     call = call_of(request, services.settings)
-    commands = to_generate(body, [prompt], model, "input", call)
+    constraint = await constraint_of(body, model.card, body.text)
+    commands = to_generate(body, [prompt], model, "input", call, constraint)
     (command,) = commands
     record = _record(body, command, messages)
     (terms,) = await admit(request, call, services.limiter, commands, model.card.block_length, keep=record.background)
@@ -177,6 +179,7 @@ def _record(body: ResponseBody, command: Generate, messages: list[dict[str, str]
             "metadata": body.metadata or {},
             "previous_response_id": body.previous_response_id,
             "temperature": command.sampling.temperature,
+            **({"text": body.text} if body.text and body.text.get("format") else {}),
             "top_p": command.sampling.top_p,
             "user": body.user,
         },

@@ -1,13 +1,14 @@
 """C1 to C21: the generating endpoints, as OpenAI's client and a plain HTTP client see them."""
 
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from openai import OpenAI
+from openai import LengthFinishReasonError, OpenAI
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
@@ -268,15 +269,17 @@ def test_c14_contents_and_roles_have_their_several_forms(client: OpenAI, http: h
     assert error["param"] == "messages"
 
 
-@pytest.mark.xfail(strict=True, reason="tools: messages of the role tool and calls in the past come with tool calls")
 def test_c14_tool_messages_are_part_of_a_chat(client: OpenAI) -> None:
-    call: Any = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    call: Any = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 40, "b": 2}'}}
     told: Any = [
         *ASK,
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c1", "content": "42"},
     ]
-    assert client.chat.completions.create(model=MODEL, messages=told, max_tokens=4).id
+    answer = client.chat.completions.create(model=MODEL, messages=told, max_tokens=4)
+    assert answer.usage and answer.usage.prompt_tokens > 20
+    shorter = client.chat.completions.create(model=MODEL, messages=told[:1], max_tokens=4)
+    assert shorter.usage and shorter.usage.prompt_tokens < answer.usage.prompt_tokens
 
 
 class Person(BaseModel):
@@ -284,18 +287,151 @@ class Person(BaseModel):
     age: int
 
 
-@pytest.mark.xfail(strict=True, reason="structured output: response_format is refused until workers follow a grammar")
+@pytest.mark.timeout(300)
 def test_c15_a_schema_is_followed(client: OpenAI) -> None:
-    for seed in range(200):
-        parsed = client.chat.completions.parse(model=MODEL, messages=ASK, response_format=Person, seed=seed)
-        assert parsed.choices[0].message.parsed
+    def parse(seed: int) -> Person | None:
+        options: Any = {"model": MODEL, "messages": ASK, "temperature": 1.0, "max_tokens": 32}
+        answer = client.chat.completions.parse(response_format=Person, seed=seed, **options).choices[0]
+        assert answer.finish_reason == "stop"
+        return answer.message.parsed
+
+    with ThreadPoolExecutor(16) as threads:
+        assert all(threads.map(parse, range(200)))
 
 
-@pytest.mark.xfail(strict=True, reason="structured output: tool calls are refused until workers follow a grammar")
+def test_c15_a_text_that_is_too_short_for_its_schema_ends_by_length(client: OpenAI) -> None:
+    options: Any = {"model": MODEL, "messages": ASK, "max_tokens": 3}
+    with pytest.raises(LengthFinishReasonError):
+        client.chat.completions.parse(response_format=Person, **options)
+
+
+def test_c15_any_object_a_pattern_a_choice_and_a_grammar(client: OpenAI, http: httpx.Client) -> None:
+    options: Any = {"model": MODEL, "messages": ASK, "seed": 1, "temperature": 1.0, "max_tokens": 64}
+
+    def ask(**body: Any) -> str:
+        answer = client.chat.completions.create(**options, extra_body=body).choices[0]
+        assert answer.finish_reason == "stop" and answer.message.content is not None
+        return answer.message.content
+
+    assert isinstance(json.loads(ask(response_format={"type": "json_object"})), dict)
+    assert re.fullmatch(r"[A-Z][a-z]{2,5}-\d{3}", ask(guided_regex=r"[A-Z][a-z]{2,5}-\d{3}"))
+    assert ask(guided_choice=["maybe", "never"]) in ("maybe", "never")
+    assert set(ask(guided_grammar='start: ("ab" | "ba"){3}')) == set("ab")
+    assert json.loads(ask(structured_outputs={"json": {"enum": [1, "two"]}})) in (1, "two")
+    streamed = client.chat.completions.create(**options, stream=True, response_format={"type": "json_object"})
+    texts = [chunk.choices[0].delta.content or "" for chunk in streamed]
+    assert "".join(texts) == ask(response_format={"type": "json_object"})
+    for path, body in (
+        ("/generate", {"prompt": "x", "guided_choice": ["maybe", "never"]}),
+        ("/v1/completions", {"prompt": "x", "guided_choice": ["maybe", "never"]}),
+    ):
+        told = http.post(path, json={"model": MODEL, **body}).json()
+        assert (told.get("text") or told["choices"][0]["text"]) in ("maybe", "never")
+
+
+def test_c15_what_cannot_be_followed_is_refused_by_its_field(http: httpx.Client) -> None:
+    def schema(value: object) -> dict[str, Any]:
+        return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": value}}}
+
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "nothing"}}}
+    where = "response_format.json_schema.schema"
+    for body, field in (
+        (schema({"type": "objekt"}), where),
+        (schema({"$ref": "#/$defs/none"}), where),
+        (schema({"type": "string", "pattern": "(a"}), where),
+        (schema("x"), where),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"guided_regex": "(a"}, "guided_regex"),
+        ({"guided_grammar": "start: none"}, "guided_grammar"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"structured_outputs": {"gbnf": "x"}}, "structured_outputs.gbnf"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+        ({"guided_regex": "a", "stop": ["b"]}, "stop"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
+        ({"tools": [tool]}, "tools[0].function.parameters"),
+        ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].type"),
+        ({"tools": [tool], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+    ):
+        response = http.post(CHAT, json={"model": MODEL, "messages": ASK, **body})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, field)
+
+
+NUMBERS = {"a": {"type": "integer"}, "b": {"type": "integer"}}
+ADD: Any = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {"type": "object", "properties": NUMBERS, "required": ["a", "b"]},
+    },
+}
+SHOUT: Any = {"type": "function", "function": {"name": "shout"}}
+USE_A_TOOL: Any = [{"role": "user", "content": "Use the tool to add 12 and 30."}]
+
+
 def test_c16_a_required_tool_is_called(client: OpenAI) -> None:
-    tool: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
-    answer = client.chat.completions.create(model=MODEL, messages=ASK, tools=[tool], tool_choice="required")
-    assert answer.choices[0].message.tool_calls
+    options: Any = {"model": MODEL, "messages": USE_A_TOOL, "tools": [ADD, SHOUT], "max_tokens": 200}
+    for seed in range(10):
+        sampled = client.chat.completions.create(tool_choice="required", seed=seed, temperature=1.0, **options)
+        answer = sampled.choices[0]
+        assert answer.message.tool_calls and answer.finish_reason == "tool_calls"
+        assert answer.message.content is None
+        for call in answer.message.tool_calls:
+            assert call.type == "function" and call.id.startswith("call_")
+            arguments = json.loads(call.function.arguments)
+            if call.function.name == "add":
+                assert all(isinstance(arguments[name], int) for name in NUMBERS)
+        assert len({call.id for call in answer.message.tool_calls}) == len(answer.message.tool_calls)
+    only: Any = {"type": "function", "function": {"name": "shout"}}
+    named = client.chat.completions.create(tool_choice=only, parallel_tool_calls=False, **options).choices[0].message
+    assert [call.function.name for call in named.tool_calls or [] if call.type == "function"] == ["shout"]
+    allowed: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [SHOUT]}}
+    chosen = client.chat.completions.create(tool_choice=allowed, **options).choices[0].message.tool_calls
+    assert chosen and {call.function.name for call in chosen if call.type == "function"} == {"shout"}
+
+
+def test_c16_without_a_need_for_a_tool_there_is_text(client: OpenAI) -> None:
+    options: Any = {"model": MODEL, "messages": USE_A_TOOL, "tools": [ADD], "seed": 1, "max_tokens": 200}
+    silent = client.chat.completions.create(tool_choice="none", **options).choices[0]
+    assert silent.message.content and silent.message.tool_calls is None and silent.finish_reason != "tool_calls"
+    free = client.chat.completions.create(**options).choices[0].message
+    assert free.content or free.tool_calls
+    assert not (free.content and "<tool_call>" in free.content)
+
+
+def test_c16_a_streamed_call_joins_to_the_whole_one(client: OpenAI) -> None:
+    options: Any = {"model": MODEL, "messages": USE_A_TOOL, "tools": [ADD, SHOUT], "tool_choice": "required"}
+    options |= {"seed": 3, "temperature": 1.0, "max_tokens": 200}
+    whole = client.chat.completions.create(**options).choices[0].message.tool_calls
+    assert whole
+    names: dict[int, list[str]] = {}
+    arguments: dict[int, str] = {}
+    finish = None
+    for chunk in client.chat.completions.create(stream=True, **options):
+        choice = chunk.choices[0]
+        finish = choice.finish_reason or finish
+        for call in choice.delta.tool_calls or []:
+            assert call.function is not None
+            if call.function.name:
+                names.setdefault(call.index, []).append(call.function.name)
+                assert call.id and call.type == "function"
+            else:
+                assert call.id is None
+            arguments[call.index] = arguments.get(call.index, "") + (call.function.arguments or "")
+    assert finish == "tool_calls"
+    told = [call.function for call in whole if call.type == "function"]
+    assert [names[index] for index in range(len(told))] == [[function.name] for function in told]
+    assert [arguments[index] for index in range(len(told))] == [function.arguments for function in told]
+    with client.chat.completions.stream(**options) as helper:
+        final = helper.get_final_completion().choices[0].message.tool_calls
+    assert final and [call.function.arguments for call in final] == [function.arguments for function in told]
+
+
+def test_c16_a_call_that_is_cut_ends_by_length(client: OpenAI) -> None:
+    options: Any = {"model": MODEL, "messages": USE_A_TOOL, "tools": [ADD], "tool_choice": "required"}
+    answer = client.chat.completions.create(max_tokens=6, **options).choices[0]
+    assert answer.finish_reason == "length"
 
 
 def test_c17_logprobs_join_to_the_text(client: OpenAI) -> None:

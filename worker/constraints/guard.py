@@ -22,6 +22,8 @@ from worker.engine.plan import UNDECIDED, DeadEnd, Fill, Guarded, Scores
 
 _HOPELESS = 0.1
 """Below this share of the least sure choice on the way to it no strategy would accept a position for its path."""
+_SURE = 0.95
+"""From this probability on it does not matter by how much the allowed tokens raise it."""
 
 
 @dataclass(slots=True)
@@ -125,9 +127,11 @@ class GrammarGuard:
     def _next(self, state: LLMatcher, place: int, may_stop: bool, scores: Scores, chain: float) -> tuple[int, float]:
         """Return the best token that may follow, and its share among those that may."""
         proposal = scores.best(place)
-        if chain < _HOPELESS and proposal not in self._vocabulary.stop_ids:
-            if state.validate_tokens([proposal]) == 1:
-                return proposal, chain
+        if proposal not in self._vocabulary.stop_ids and state.validate_tokens([proposal]) == 1:
+            # What is best of all is best of the allowed ones, and its share of these is more than its share of all.
+            own = chain if chain < _HOPELESS else scores.probability(place, proposal)
+            if chain < _HOPELESS or own >= _SURE:
+                return proposal, own
         best = scores.best_of(place, allowed_tokens(state, self._vocabulary.stop_ids, may_stop))
         if best is None:
             raise DeadEnd(f"no token of the vocabulary can follow: {state.stop_reason()}")

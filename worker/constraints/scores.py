@@ -5,9 +5,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-import kernels
-from kernels.token_stats import Filters, Noise
+from kernels.noise import gumbel
+from kernels.token_stats import Filters, cut
 from worker.engine.plan import Canvas
+
+_NOISE_AT_ONCE = 2**17
+"""Numbers."""
 
 
 class CanvasScores:
@@ -34,6 +37,7 @@ class CanvasScores:
         self._proposals = proposals
         self._barred = barred
         self._greedy = greedy
+        self._noise: dict[int, Tensor] = {}
         self._totals: list[float] = logits.float().logsumexp(-1).tolist()
 
     def best(self, index: int) -> int:
@@ -62,26 +66,33 @@ class CanvasScores:
         return z.masked_fill((known == 0) | self._barred, float("-inf"))
 
     def _draw(self, index: int, z: Tensor) -> int:
-        sampling, device = self._canvas.sampling, z.device
+        sampling, noise = self._canvas.sampling, self._noise_of(index)
+        if sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0:
+            z = cut(z[None] / sampling.temperature, self._filters(z))[0]
+        else:
+            z = z / sampling.temperature
+        return int((z + noise).max(-1).indices)
 
-        def one(value: float, dtype: torch.dtype) -> Tensor:
-            return torch.tensor([value], dtype=dtype, device=device)
+    def _filters(self, z: Tensor) -> Filters:
+        def one(value: float | bool, dtype: torch.dtype) -> Tensor:
+            return torch.tensor([value], dtype=dtype, device=z.device)
 
-        only = torch.zeros(1, dtype=torch.int64, device=device)
-        filters = Filters(
-            rows=only,
+        sampling = self._canvas.sampling
+        return Filters(
+            rows=one(0, torch.int64),
             top_k=one(sampling.top_k, torch.int64),
             top_p=one(sampling.top_p, torch.float32),
             min_p=one(sampling.min_p, torch.float32),
-            ranks=torch.zeros(1, dtype=torch.bool, device=device),
+            ranks=one(False, torch.bool),
         )
-        noise = Noise(
-            rows=only,
-            seed=one(sampling.seed, torch.int64),
-            position=one(self._canvas.start + index, torch.int64),
-            step=one(self._canvas.step, torch.int64),
-        )
-        found = kernels.token_stats(
-            z[None], temperature=one(sampling.temperature, torch.float32), filters=filters, noise=noise
-        )
-        return int(found.token.item())
+
+    def _noise_of(self, index: int) -> Tensor:
+        """Return [vocab]: the noise that draws at a position, made for some positions at once."""
+        if index not in self._noise:
+            size, device = self._logits.shape[1], self._logits.device
+            indexes = [place for place in self._places if place >= index][: max(1, _NOISE_AT_ONCE // size)]
+            many = torch.ones(len(indexes), dtype=torch.int64, device=device)
+            positions = torch.tensor(indexes, dtype=torch.int64, device=device) + self._canvas.start
+            made = gumbel(many * self._canvas.sampling.seed, positions, many * self._canvas.step, size)
+            self._noise.update(zip(indexes, made, strict=True))
+        return self._noise[index]
