@@ -130,10 +130,7 @@ async def test_a_late_failure_is_a_nested_error_before_done(caller: Caller, flee
     ("field", "value"),
     [
         ("prompt_logprobs", 3),
-        ("tools", [{"type": "function"}]),
-        ("tool_choice", "required"),
         ("functions", [{}]),
-        ("response_format", {"type": "json_object"}),
         ("audio", {}),
     ],
 )
