@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shared.constraints import Constraint
 from shared.decoding import Decoding
+from shared.holes import HOLE
 
 WIRE_VERSION = 1
 
@@ -23,7 +24,7 @@ COUNT_LIMIT = 2**31
 MS_LIMIT = 2**41
 MOST_LOGPROBS = 20
 
-_CONSEQUENTIAL = ("embed", "edits", "logprobs", "constraint", "lora")
+_CONSEQUENTIAL = ("embed", "edits", "logprobs", "constraint", "lora", "template")
 """Fields that a worker must know if they are set: without them the answer would be to another question."""
 
 Lane = Literal["rt", "std", "bulk"]
@@ -160,6 +161,13 @@ class Generate(_Part):
         le=100.0,
         description="Classifier-free guidance: logits move by this factor further away from those of a masked prompt. "
         "Above 0 every forward counts double.",
+    )
+    template: tuple[Annotated[int, Field(ge=HOLE)], ...] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=65_536,
+        description="What stands behind the prompt: token ids, and HOLE (-1) where the model decides. All holes are "
+        "decided together, with what stands around them in view. The output is the whole of it.",
     )
     edits: LogitEdits | None = None
     logprobs: int | None = Field(

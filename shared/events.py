@@ -20,6 +20,7 @@ FinishDetail = Literal[
     "max_tokens",
     "max_nfe",
     "max_repetition_run",
+    "filled",
     "max_model_len",
     "deadline",
     "aborted",

@@ -16,6 +16,7 @@ from worker.adapters.weights import Adapter, load_adapter
 from worker.constraints import Guards
 from worker.device import Placement, free_memory, guarded, place
 from worker.engine.engine import Engine
+from worker.engine.infill import can_fill
 from worker.engine.ports import Resume
 from worker.engine.scheduler import BatchLimits, CacheShape
 from worker.engine.window import cuts_windows
@@ -169,6 +170,7 @@ def _capabilities(spec: ModelSpec, tokenizer: Tokenizer) -> tuple[str, ...]:
         "generate": True,
         "chat": tokenizer.has_template,
         "constraints": spec.commit is not Commit.ENCODED,
+        "infill": can_fill(spec),
         "guidance": spec.commit is not Commit.ENCODED,
     }
     return tuple(name for name, has in told.items() if has)

@@ -58,7 +58,7 @@ def test_the_card_promises_no_longer_requests_than_the_cache_holds(folder: Path)
     whole = assemble(WorkerSettings(model=str(folder), threads=1)).card
     small = assemble(WorkerSettings(model=str(folder), threads=1, num_pages=3)).card
     assert (whole.max_model_len, small.max_model_len) == (models.MAX_MODEL_LEN, 96)
-    assert whole.capabilities == ("generate", "chat", "constraints", "guidance")
+    assert whole.capabilities == ("generate", "chat", "constraints", "infill", "guidance")
     assert (whole.block_length, whole.vocab_size) == (models.BLOCK_LENGTH, models.VOCAB)
 
 

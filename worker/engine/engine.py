@@ -8,6 +8,7 @@ from shared.commands import Generate
 from shared.decoding import Renoise
 from shared.events import Event, FailCode
 from worker.engine.embedding import Embedding
+from worker.engine.infill import refusal_of
 from worker.engine.plan import Canvas, DeadEnd, Guard, Plan
 from worker.engine.ports import Arrival, Decision, DeviceFull, Forward, Inbox, Load, Outbox, Resume, TextDecoder
 from worker.engine.scheduler import BatchLimits, CacheShape, Scheduler
@@ -154,6 +155,10 @@ class Engine:
         ):
             if not all(0 <= token < spec.vocab_size for token in token_ids):
                 return "invalid_request", f"token ids must be in [0, {spec.vocab_size})", param
+        if request.template is not None:
+            refusal = refusal_of(request, spec)
+            if refusal is not None:
+                return refusal
         if request.embed and spec.commit is Commit.ENCODED:
             return "unsupported", "this model has no embeddings", "embed"
         if sequence.prompt_length >= spec.max_model_len:
@@ -169,6 +174,9 @@ class Engine:
             return "unsupported", "this model is not guided", "cfg_scale"
         if self._scheduler.block_too_long(sequence):
             largest = self._scheduler.limits.largest_block // sequence.copies
+            if request.template is not None:
+                message = f"holes and the text behind them are one block of {sequence.block_length} tokens; this model "
+                return "too_long", f"{message}takes {largest} at most", "template"
             message = f"block_length is {sequence.block_length}; this model takes {largest} at most"
             return "invalid_request", message, "block_length"
         if not self._scheduler.can_ever_fit(sequence):

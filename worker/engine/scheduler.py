@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from worker.engine.pages import PagePool
 from worker.engine.plan import Plan, Row, chunk_end
 from worker.engine.sequence import Sequence
+from worker.models.spec import Commit
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,9 @@ class Scheduler:
 
     def block_too_long(self, sequence: Sequence) -> bool:
         """True if a request that is cut between steps has blocks that could not be planned beside others."""
-        return 4 * sequence.block_length * sequence.copies > self.limits.token_budget and sequence.window().divisible
+        if sequence.window().divisible or (sequence.template and sequence.spec.commit is Commit.FUSED):
+            return 4 * sequence.block_length * sequence.copies > self.limits.token_budget
+        return False
 
     def plan(self, step: int) -> tuple[Plan, list[Sequence]]:
         """Return the next step's plan and the sequences of its rows, in the same order."""
@@ -189,7 +192,7 @@ class Scheduler:
                 left -= cost
         left += share
         for sequence, window in prefill:
-            end = chunk_end(window.start, window.end, sequence.block_length, left // sequence.copies)
+            end = chunk_end(window.start, window.end, sequence.context_block, left // sequence.copies)
             if end > window.start:
                 pairs.append((sequence, sequence.row(window, end)))
                 left -= (end - window.start) * sequence.copies

@@ -7,6 +7,8 @@ from typing import assert_never
 from shared.commands import Generate
 from shared.decoding import Decoding, JointThreshold, Renoise, SubBlock, Timed
 from shared.events import Delta, FailCode, Failed, FinishDetail, Finished, Snapshot, TokenLogprob, Usage
+from shared.holes import HOLE, count_filled, spans
+from worker.engine.infill import origin_of
 from worker.engine.penalties import edits_of
 from worker.engine.plan import UNDECIDED, Canvas, Edit, Guard, Guarded, Guide, Row, near_view, visible_ends
 from worker.engine.ports import Arrival, TextDecoder
@@ -90,9 +92,14 @@ class Sequence:
         """Rebuild the state at the last committed block boundary."""
         request, resume = arrival.request, arrival.resume
         limits = request.limits
-        limit = min(len(request.prompt) + limits.max_tokens, spec.max_model_len)
-        origin = len(request.prompt) if spec.blocks_after_prompt else 0
-        block_length = request.block_length or spec.block_length or max(1, limit - origin)
+        limit = min(len(request.prompt) + (len(request.template or ()) or limits.max_tokens), spec.max_model_len)
+        if request.template is not None:
+            # One block, so that every hole sees what stands behind it.
+            origin = origin_of(len(request.prompt), spec)
+            block_length = max(1, limit - origin)
+        else:
+            origin = len(request.prompt) if spec.blocks_after_prompt else 0
+            block_length = request.block_length or spec.block_length or max(1, limit - origin)
         decoding = request.decoding or spec.decoding
         if limits.ignore_eos and decoding.filler_rules:
             # Filler is ordinary output for a request that runs on behind its end.
@@ -142,6 +149,16 @@ class Sequence:
     def lora(self) -> tuple[tuple[str, float], ...]:
         """(digest, scale) of its adapters."""
         return tuple((use.digest, use.scale) for use in self.request.lora)
+
+    @property
+    def template(self) -> tuple[int, ...]:
+        """What stands behind the prompt; empty where everything is decided."""
+        return self.request.template or ()
+
+    @property
+    def context_block(self) -> int:
+        """Block length of what stands before the active block: a template is a longer one."""
+        return (self.spec.block_length or self.block_length) if self.template else self.block_length
 
     @property
     def prompt_length(self) -> int:
@@ -200,7 +217,7 @@ class Sequence:
 
     def page_keys(self, page_size: int, end: int) -> list[bytes]:
         """Return the keys of its pages in [0, end), an end of final tokens; none where they cannot be shared."""
-        unit = share_unit(self.spec, self.block_length)
+        unit = share_unit(self.spec, self.context_block)
         if unit is None or page_size % unit or not self.request.cache_prompt or self.copies > 1:
             return []
         extend_keys(self.keys, self.tokens, page_size, unit, end, repr(self.lora).encode() if self.lora else b"")
@@ -235,12 +252,21 @@ class Sequence:
 
     @property
     def usage(self) -> Usage:
-        return Usage(self.prompt_length, self.published - self.prompt_length, self.nfe, self.block, self.reused)
+        prompt, produced = self.prompt_length, self.published - self.prompt_length
+        if self.template:
+            # Text that was given is no output.
+            prompt += sum(token != HOLE for token in self.template)
+            produced = count_filled(self.template, self.tokens[self.prompt_length : self.published], self.stop_ids)
+        return Usage(prompt, produced, self.nfe, self.block, self.reused)
 
     # --- one step
 
     def window(self) -> Window:
         """Return the query positions of the next forward."""
+        if self.template and self.spec.commit is Commit.FUSED and self.cached < self.block_start:
+            # What stands before is in blocks of another length, and so in a forward of its own.
+            divisible = not self.spec.blocks_after_prompt
+            return Window(self.cached, self.block_start, denoises=False, divisible=divisible)
         part = self.part
         block = Block(
             start=self.block_start,
@@ -271,8 +297,12 @@ class Sequence:
         ends, near = list[int](), list[tuple[int, int]]()
         middle = min(max(window.start, self.block_start), end)
         context = spec.context or spec.attention
-        for attention, first, last in ((context, window.start, middle), (spec.attention, middle, end)):
-            ends += visible_ends(attention, first, last, self.block_length, canvas_end, self.origin)
+        before = (self.context_block, 0 if self.template and not spec.blocks_after_prompt else self.origin)
+        for attention, first, last, (length, origin) in (
+            (context, window.start, middle, before),
+            (spec.attention, middle, end, (self.block_length, self.origin)),
+        ):
+            ends += visible_ends(attention, first, last, length, canvas_end, origin)
             if spec.sliding_window:
                 reach, begin = spec.sliding_window, self.block_start
                 near += [near_view(attention, position, reach, begin, canvas_end) for position in range(first, last)]
@@ -314,7 +344,10 @@ class Sequence:
         editable: tuple[bool, ...] = ()
         if isinstance(self.decoding, JointThreshold) and self.guard is None:
             first = max(self.prompt_length - self.block_start, 0)
-            editable = tuple(index >= first and not masked for index, masked in enumerate(self.masked))
+            editable = tuple(
+                index >= first and not masked and not self._stands(self.block_start + index)
+                for index, masked in enumerate(self.masked)
+            )
         return Canvas(
             start=self.block_start,
             masked=wanted,
@@ -395,6 +428,11 @@ class Sequence:
         """End of the contiguous decided prefix; unlike `settled` it may lie behind a stop."""
         return self.block_start + next((i for i, masked in enumerate(self.masked) if masked), len(self.masked))
 
+    def _stands(self, position: int) -> bool:
+        """True for text of the template, which nobody decides."""
+        index = position - self.prompt_length
+        return 0 <= index < len(self.template) and self.template[index] != HOLE
+
     def _is_open(self, position: int) -> bool:
         return position >= self.block_start and self._is_masked(position)
 
@@ -457,6 +495,9 @@ class Sequence:
 
     def _close(self) -> None:
         """Once a stop token is accepted, what stands behind it in the block is filler, without further forwards."""
+        if self.template:
+            self._close_holes()
+            return
         stop = first_of(self.tokens, self.stop_ids, self.published, self.wanted_end)
         self.closed = self.closed if stop is None else stop
         if self.closed is None or not self.spec.filler_ids:
@@ -465,13 +506,24 @@ class Sequence:
             self.tokens[position] = self.spec.filler_ids[0]
             self.masked[position - self.block_start] = False
 
+    def _close_holes(self) -> None:
+        """The same for each hole of a template."""
+        for start, end in spans(self.template):
+            first, last = self.prompt_length + start, min(self.prompt_length + end, self.limit)
+            stop = first_of(self.tokens, self.stop_ids, first, last)
+            if stop is None or not self.spec.filler_ids:
+                continue
+            for position in range(stop + 1, last):
+                self.tokens[position] = self.spec.filler_ids[0]
+                self.masked[position - self.block_start] = False
+
     def _settle(self) -> None:
         """Move the contiguous decided prefix on, feeding its tokens to the text decoder, until a stop."""
         limits = self.request.limits
         end = min(self.block_end, self.limit)
         while self.stop is None and self.settled < end and not self._is_masked(self.settled):
             position, token = self.settled, self.tokens[self.settled]
-            if token in self.stop_ids:
+            if token in self.stop_ids and not self.template:
                 self.stop = Stop(position, "stop_token")
                 return
             self.pending_text += self.text.push((token,))
@@ -497,6 +549,10 @@ class Sequence:
             return self.stop.detail
         if self.wanted_end < min(self.block_end, self.limit) and self.spent:
             return "max_nfe"
+        if self.template and not self.spent and not self.hurried:
+            return "filled"
+        if self.template:
+            return "deadline" if self.hurried else "max_nfe"
         if self.limit <= self.block_end:
             cut = self.limit < self.prompt_length + self.request.limits.max_tokens
             return "max_model_len" if cut else "max_tokens"
@@ -556,6 +612,11 @@ class Sequence:
         self.masked = [False] * decided + [True] * (end - first_undecided)
         self.confidence = [1.0] * decided + [0.0] * (end - first_undecided)
         self.undecided_at_first = max(0, min(end, self.limit) - first_undecided)
+        for position in range(first_undecided, min(end, self.limit)):
+            if self._stands(position):
+                self.tokens[position] = self.template[position - self.prompt_length]
+                self.masked[position - start], self.confidence[position - start] = False, 1.0
+                self.undecided_at_first -= 1
         self.step = self.edited = self.edit_steps = self.idle_steps = 0
         self.closed = None
 

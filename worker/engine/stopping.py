@@ -17,7 +17,7 @@ class Stop:
 def reason_of(detail: FinishDetail) -> FinishReason:
     """Return the coarse reason that OpenAI's clients know."""
     match detail:
-        case "stop_token" | "stop_string" | "embedded":
+        case "stop_token" | "stop_string" | "embedded" | "filled":
             return "stop"
         case "aborted":
             return "aborted"
