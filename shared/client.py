@@ -159,6 +159,7 @@ class FleetClient:
         self._subscriber = subscriber
         self._dead_letters = DeadLetters(link)
         self._cards: dict[str, tuple[float, ModelCard]] = {}
+        self._card_reads: dict[str, asyncio.Task[ModelCard]] = {}
         self._tokenizers: dict[str, Tokenizer] = {}
 
     @classmethod
@@ -173,6 +174,8 @@ class FleetClient:
 
     async def __aexit__(self, *error: object) -> None:
         await self._subscriber.__aexit__(*error)
+        for read in list(self._card_reads.values()):
+            read.cancel()
         await self._link.close()
 
     async def ping(self) -> None:
@@ -454,6 +457,19 @@ class FleetClient:
         checked, card = self._cards.get(name, (0.0, None))
         if card is not None and time.monotonic() - checked < _CARD_FRESH_S:
             return card
+        read = self._card_reads.get(name)
+        if read is None:
+            # One for all who ask meanwhile: a card is large, and a burst of requests would fetch as many.
+            read = self._card_reads[name] = asyncio.create_task(self._read_card(name, card))
+            read.add_done_callback(lambda read: self._forget_read(name, read))
+        return await asyncio.shield(read)
+
+    def _forget_read(self, name: str, read: asyncio.Task[ModelCard]) -> None:
+        del self._card_reads[name]
+        if not read.cancelled():
+            read.exception()  # Whoever waited has left: nobody else would look at it.
+
+    async def _read_card(self, name: str, card: ModelCard | None) -> ModelCard:
         try:
             key = card_key(name)
         except ValueError:

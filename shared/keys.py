@@ -76,7 +76,7 @@ class Keys:
         return self._name(f"r:{request_id}")
 
     def log(self, request_id: str) -> str:
-        """Stream of durable events, ids `<seq>-0`."""
+        """Stream of durable events from the first block or end on, ids `<seq>-0`, with the TTL of its request."""
         return self._name(f"e:{request_id}")
 
     def channel(self, request_id: str) -> str:

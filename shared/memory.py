@@ -26,6 +26,8 @@ class MemoryGauge:
         """Return the used share (0 to 1) of the memory behind a partition; 0 without a limit or an answer."""
         read_at, share = self._seen.get(keys.part, (float("-inf"), 0.0))
         if time.monotonic() - read_at >= _FRESH_S:
+            # One asks; who comes meanwhile takes the last answer.
+            self._seen[keys.part] = (time.monotonic(), share)
             try:
                 used, allowed = await self._link.run(script("memory"), [keys.lane("std")], [])
             except FleetUnavailable:

@@ -3,11 +3,15 @@
 -- KEYS: request, log, channel
 -- ARGV: epoch, owner, seq, type, event, committed blocks, produced tokens, nfe
 -- Returns 1 done, 0 was done already, -1 fenced, -2 a gap before seq
-local request = fetch(KEYS[1], 'st', 'ep', 'own', 'seq', 'cap')
-if not owned(request, ARGV[1], ARGV[2]) or not tonumber(request.seq) or not string.match(request.cap or '', '^%d+$') then return -1 end
+local request = fetch(KEYS[1], 'st', 'ep', 'own', 'seq', 'cap', 'dl', 'ret')
+local whole = tonumber(request.seq) and tonumber(request.dl) and tonumber(request.ret)
+  and string.match(request.cap or '', '^%d+$')
+if not whole or not owned(request, ARGV[1], ARGV[2]) then return -1 end
 local seq = tonumber(ARGV[3])
 if seq <= tonumber(request.seq) then return 0 end
 if seq ~= request.seq + 1 then return -2 end
 append(KEYS[2], KEYS[3], seq, ARGV[4], ARGV[5], ARGV[1], request.cap)
+-- The log begins here, and lives as long as the request.
+if seq == 2 then redis.call('PEXPIRE', KEYS[2], math.max(1, request.dl + request.ret - now_ms())) end
 redis.call('HSET', KEYS[1], 'seq', seq, 'nb', ARGV[6], 'nt', ARGV[7], 'nfe', ARGV[8])
 return 1

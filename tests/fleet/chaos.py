@@ -230,7 +230,7 @@ def _judge_log(report: Report, visit: Visit, redis: Any) -> None:
     entries = redis.xrange(Keys.of(visit.id).log(visit.id))
     ids = [entry_id.decode() for entry_id, _ in entries]
     events = [decode_event(fields[b"d"]) for _, fields in entries]
-    if ids != [f"{seq}-0" for seq in range(1, len(ids) + 1)]:
+    if ids != [f"{seq}-0" for seq in range(2, len(ids) + 2)]:
         report.gapped.append(f"{visit.id}: its log has {ids}")
     if sum(is_terminal(event) for event in events) != 1 or not is_terminal(events[-1]):
         report.repeated.append(f"{visit.id}: {sum(map(is_terminal, events))} ends in its log")

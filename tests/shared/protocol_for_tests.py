@@ -41,7 +41,7 @@ async def finish(queue: WorkerQueue, claim: Claim, blocks: int = 1) -> None:
 
 
 def log_of(redis: Any, request_id: str) -> list[tuple[str, Event]]:
-    """Return the event log: ids and events."""
+    """Return the event log: ids and events, without `Queued`, which is not stored."""
     return logs_of(redis, [request_id])[0]
 
 
