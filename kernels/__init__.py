@@ -4,6 +4,8 @@ from kernels.attention import attention as _attention
 from kernels.canvas import canvas_advance as _canvas_advance
 from kernels.canvas import canvas_query as _canvas_query
 from kernels.dispatch import Op, twin
+from kernels.fp8 import fp8_linear as _fp8_linear
+from kernels.fp8 import fp8_mlp as _fp8_mlp
 from kernels.kv_write import kv_write as _kv_write
 from kernels.linear import gated_linear as _gated_linear
 from kernels.linear import linear as _linear
@@ -20,6 +22,8 @@ attention = Op(_attention, twin("attention", "attention"))
 canvas_advance = Op(_canvas_advance, twin("canvas", "canvas_advance"))
 canvas_query = Op(_canvas_query, twin("canvas", "canvas_query"))
 experts = Op(_experts, twin("moe", "experts"))
+fp8_linear = Op(_fp8_linear, twin("fp8", "fp8_linear"))
+fp8_mlp = Op(_fp8_mlp, twin("fp8", "fp8_mlp"))
 gated_linear = Op(_gated_linear, twin("linear", "gated_linear"))
 kv_write = Op(_kv_write, twin("kv_write", "kv_write"))
 linear = Op(_linear, twin("linear", "linear"))
@@ -36,6 +40,8 @@ OPS = {
     "canvas_advance": canvas_advance,
     "canvas_query": canvas_query,
     "experts": experts,
+    "fp8_linear": fp8_linear,
+    "fp8_mlp": fp8_mlp,
     "gated_linear": gated_linear,
     "kv_write": kv_write,
     "linear": linear,

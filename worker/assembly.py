@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from shared.adapters import TARGETS_FILE, pack_targets
 from shared.card import CARD_FILES, ModelCard
@@ -23,6 +24,7 @@ from worker.engine.window import cuts_windows
 from worker.memory import step_bytes
 from worker.metered import Metered
 from worker.models import ModelError, load_model
+from worker.models.fp8 import quantize
 from worker.models.spec import Commit, ModelSpec, kv_shapes
 from worker.runners import make_runner, runs_ahead
 from worker.settings import WorkerSettings
@@ -51,6 +53,8 @@ def assemble(settings: WorkerSettings) -> Assembly:
     placement = place(settings.device, settings.dtype, settings.threads)
     torch.set_num_threads(placement.threads)
     model = load_model(settings.folder, device=placement.device, dtype=placement.dtype, need_tokenizer=True)
+    if settings.weights == "fp8" and not (isinstance(model.module, nn.Module) and quantize(model.module)):
+        raise ModelError(f"{settings.folder}: weights fp8: this family has no layers for them")
     try:
         tokenizer = Tokenizer.from_folder(settings.folder)
     except InvalidTokenizer as error:

@@ -25,6 +25,10 @@ class WorkerSettings(ServiceSettings):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto", description="auto: bfloat16 on cuda, float32 elsewhere."
     )
+    weights: Literal["stored", "fp8"] = Field(
+        default="stored",
+        description="fp8: the layers' products run on weights of 8 bits, made at load with a scale for each output.",
+    )
     threads: int = Field(
         default=0, ge=0, le=1024, description="Threads of CPU arithmetic; 0: all cores but one, which serves the queue."
     )

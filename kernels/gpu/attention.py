@@ -19,6 +19,8 @@ from kernels.gpu.overlap import overlap_options, wait_for_inputs
 
 _LOG2_E = 1.4426950408889634
 _MAX_SPLITS = 16
+_LONG = 1024
+"""Packed rows from which up a row is a prompt's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +138,10 @@ def choose_tile(packed: int, head_dim: int, element_size: int) -> Tile:
         return Tile(min(block_m, 32), 32, 4, 1)
     if head_dim > 128:
         return Tile(block_m, 32, 4, 2)
-    # Two programs of 64 rows on a multiprocessor hide each other's softmax better than one of 128.
-    return Tile(block_m, 64, 4, 3)
+    if block_m == 16:
+        return Tile(16, 64, 2, 4)
+    # Measured (docs/benchmarks): two programs of 64 rows hide each other's softmax, prompts are long enough for 128.
+    return Tile(128, 64, 8, 3, True) if packed >= _LONG else Tile(64, 64, 4, 3, True)
 
 
 def choose_splits(programs: int, context_tiles: int, device: torch.device) -> int:

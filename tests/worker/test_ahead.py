@@ -3,7 +3,7 @@
 import random
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from shared.events import Delta, Failed, Finished
 from tests.fleet.models import BLOCK_LENGTH, VOCAB, write_tiny_model
 from worker.ahead import AheadRunner, bucket_sizes, goes_ahead, make_graphs
 from worker.engine.engine import Engine
-from worker.engine.plan import Plan
+from worker.engine.plan import Canvas, Plan, Row
 from worker.engine.ports import Arrival, Decision, Forward, Inbox
 from worker.engine.scheduler import BatchLimits, CacheShape
 from worker.models import LoadedModel, load_model
@@ -233,6 +233,18 @@ def test_neither_prompts_nor_steps_wait_for_the_device_but_at_the_answer(model, 
         for number in range(1, 7)
     ]
     assert len(run(make_engine(model, strict, 96, 4), waves_of(requests, draw))) == 6
+
+
+def test_every_fact_of_a_row_is_one_that_the_device_is_told_or_that_keeps_a_row_from_it():
+    """A new field belongs into `canvas_state`, or into `_is_plain` as a reason against it; then into this list."""
+    assert {each.name for each in fields(Canvas)} == {
+        *("start", "masked", "step", "last", "sampling", "decoding", "stop_token_ids", "shift", "seed", "editable"),
+        *("undecided_at_first", "forbidden", "limit", "before", "edits", "logprobs", "guarded"),
+    }
+    assert {each.name for each in fields(Row)} == {
+        *("request_id", "start", "token_ids", "visible_end", "pages", "canvas", "positions", "near", "guide"),
+        *("pooled", "lora"),
+    }
 
 
 @given(st.integers(1, 400))

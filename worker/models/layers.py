@@ -109,11 +109,16 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = empty_parameter(outputs, inputs, device=device, dtype=dtype)
         self.bias = empty_parameter(outputs, device=device, dtype=dtype) if bias else None
+        self.scale: nn.Parameter | None = None
+        """[outputs] float32 beside a weight of 8 bits; see `worker.models.fp8`."""
         self.pieces: dict[str, tuple[int, int]] = {}
         """Rows [first, end) of each projection, by the checkpoint's name of its module: where adapters go."""
 
     def forward(self, x: Tensor, context: ForwardContext | None = None) -> Tensor:
-        y = kernels.linear(x, self.weight, self.bias)
+        if self.scale is None:
+            y = kernels.linear(x, self.weight, self.bias)
+        else:
+            y = kernels.fp8_linear(x, self.weight, self.scale, self.bias)
         return y if context is None or context.lora is None else context.lora.add(self, x, y)
 
 
@@ -190,6 +195,9 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor, context: ForwardContext | None = None) -> Tensor:
         if context is None or context.lora is None:
+            gate, down = self.gate_up.scale, self.down.scale
+            if gate is not None and down is not None:
+                return kernels.fp8_mlp(x, self.gate_up.weight, gate, self.down.weight, down)
             return self.down.forward(kernels.gated_linear(x, self.gate_up.weight))
         return self.down.forward(kernels.swiglu(self.gate_up.forward(x, context)), context)
 

@@ -9,8 +9,11 @@ tests() { timeout $1 python3 -m pytest -c /dev/null --rootdir . -p no:cacheprovi
 serve() { timeout $1 python3 -m tests.bench.gpu.serving "${@:2}" > $R/log.txt 2>&1 || tail -n 15 $R/log.txt | cut -c1-300; grep "^{" $R/log.txt | cut -c1-420; cat $R/log.txt >> $R/serving.log; }
 for stage in "$@"; do
   case $stage in
-    tests) tests 150 tests.txt tests/kernels/test_gpu.py tests/kernels/test_canvas.py tests/worker/test_graphs.py tests/worker/test_ahead.py ;;
+    tests) tests 150 tests.txt tests/kernels/test_gpu.py tests/kernels/test_canvas.py tests/kernels/test_fp8.py tests/worker/test_graphs.py tests/worker/test_ahead.py ;;
     engine) serve 170 engine --plain ;;
+    again) serve 100 engine prompts ;;
+    fp8) serve 100 engine --weights fp8 ;;
+    lora) timeout 120 python3 -m tests.bench.lora > $R/lora.txt 2>&1; tail -n 25 $R/lora.txt | cut -c1-200 ;;
     block4) serve 100 engine --block 4 --steps 2 ;;
     prompts) serve 90 memory prompts ;;
     path) serve 170 path --rows 32,64 --rounds 3; tail -n 3 $R/worker.log | cut -c1-200 ;;

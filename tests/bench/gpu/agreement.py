@@ -1,4 +1,4 @@
-"""DIFFLEET_DEVICE=cuda DIFFLEET_DTYPE=bfloat16 python -m tests.bench.gpu.agreement sdar llada: tokens equal to the goldens.
+"""DIFFLEET_DEVICE=cuda DIFFLEET_DTYPE=bfloat16 python -m tests.bench.gpu.agreement sdar llada: tokens equal to goldens.
 
 The goldens are float32; the models are tiny and random, so that near ties are many.
 """

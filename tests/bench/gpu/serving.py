@@ -35,6 +35,8 @@ from worker.engine.ports import Arrival, Decision, Inbox
 from worker.engine.scheduler import BatchLimits, CacheShape
 from worker.memory import step_bytes
 from worker.models import LoadedModel
+from worker.models.fp8 import quantize
+from worker.models.layers import Decoder
 from worker.runners import make_runner
 
 PAGE = 32
@@ -341,6 +343,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--weights", default="stored", choices=("stored", "fp8"))
     parser.add_argument("--plain", action="store_true", help="beside it the runner that does not go ahead")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
@@ -348,7 +351,7 @@ def main() -> None:
     with (Path(os.environ.get("OUT", ".")) / "serving.jsonl").open("a") as file:
 
         def report(row: dict[str, object]) -> None:
-            row = {"model": arguments.model, **row}
+            row = {"model": arguments.model, "weights": arguments.weights, **row}
             file.write(json.dumps(row) + "\n")
             file.flush()
             print({key: round(v, 3) if isinstance(v, float) else v for key, v in row.items()}, flush=True)
@@ -359,6 +362,9 @@ def main() -> None:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
             with torch.inference_mode():
                 model = served(shape, random_model(shape, device), arguments.block, arguments.steps)
+                if arguments.weights == "fp8":
+                    assert isinstance(model.module, Decoder)
+                    quantize(model.module)
             for what in alone:
                 if what == "engine":
                     for each in rows:
