@@ -15,6 +15,7 @@ from api.deps import Services
 from api.settings import ApiSettings
 from shared.client import FleetClient
 from shared.telemetry import configure_logging
+from shared.tracing import TracingUnavailable, require_tracing
 
 EXIT_USAGE = 2
 _LAST_WORDS_S = 5.0
@@ -77,6 +78,11 @@ def main(arguments: list[str] | None = None) -> int:
         return EXIT_USAGE
     except ValueError as error:
         print(f"redis_url: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    try:
+        require_tracing(settings.otlp_endpoint)
+    except TracingUnavailable as error:
+        print(error, file=sys.stderr)
         return EXIT_USAGE
     configure_logging(settings.log_level, settings.log_format)
     try:

@@ -13,11 +13,13 @@ from api.errors import ApiError, ClientGone, of_exception, of_failure, shutting_
 from api.metrics import Metrics
 from api.ports import Fleet
 from api.settings import ApiSettings
+from api.spans import spanned
 from shared.client import RETENTION_MS, FleetUnavailable, IdempotencyConflict, QueueFull
 from shared.commands import Generate
 from shared.events import Delta, Event, Failed, Finished, Queued, Snapshot, Started
 from shared.keys import model_of
 from shared.telemetry import note
+from shared.tracing import Tracing, Untraced, asked, span_name
 
 logger = logging.getLogger("diffleet.api")
 
@@ -68,7 +70,8 @@ class Subject:
 class Relay:
     """The open requests of this process."""
 
-    def __init__(self, fleet: Fleet, settings: ApiSettings, metrics: Metrics) -> None:
+    def __init__(self, fleet: Fleet, settings: ApiSettings, metrics: Metrics, tracing: Tracing | None = None) -> None:
+        self._tracing = tracing or Untraced()
         self.metrics = metrics
         self.settings = settings
         self._fleet = fleet
@@ -85,6 +88,10 @@ class Relay:
         `receive` is that of the HTTP request, whose body must have been read; None if nobody can leave.
         """
         note(id=command.id, model=command.model, prompt_tokens=len(command.prompt))
+        span = None
+        if self._tracing.records:
+            span = self._tracing.start(span_name(command), "client", command.trace, asked(command))
+            command = command.model_copy(update={"trace": span.context})
         events = self._fleet.run(
             command,
             queue_limit=self.settings.queue_limit if terms.queue_limit is None else terms.queue_limit,
@@ -92,6 +99,8 @@ class Relay:
             tenant=terms.tenant,
             retention_ms=RETENTION_MS if terms.retention_ms is None else terms.retention_ms,
         )
+        if span is not None:
+            events = spanned(events, span)
         subject = Subject(command.id, command.model, len(command.prompt), terms.block_length)
         return self._follow(subject, events, receive, terms)
 

@@ -9,10 +9,14 @@ _STATE = re.compile(r"[\x20-\x7e]{1,512}")
 
 
 def trace_context(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return `traceparent` and `tracestate` of a request, or a fresh context if it has none that is valid."""
+    """Return `traceparent` and `tracestate` of a request, or a fresh context if it has none that is valid.
+
+    The parent of a fresh one is the head of its trace id: so `shared.opentelemetry` knows that no span stands there.
+    """
     parent, state = headers.get("traceparent", ""), headers.get("tracestate", "")
     if not _PARENT.fullmatch(parent):
-        return {"traceparent": f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-00"}
+        trace = secrets.token_hex(16)
+        return {"traceparent": f"00-{trace}-{trace[:16]}-00"}
     return {"traceparent": parent[:128]} | ({"tracestate": state} if _STATE.fullmatch(state) else {})
 
 

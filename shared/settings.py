@@ -39,6 +39,14 @@ class ServiceSettings(BaseSettings):
     )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["json", "text"] = "json"
+    otlp_endpoint: str | None = Field(
+        default=None,
+        pattern=r"^https?://",
+        description="OTLP receiver for traces, e.g. http://collector:4318 (extra otel); unset: none are recorded.",
+    )
+    trace_share: float = Field(
+        default=1.0, ge=0.0, le=1.0, description="Share of traces to keep, of those that no caller has begun."
+    )
     data_dir: Path = Field(
         default=Path.home() / ".local" / "share" / "diffleet",
         description="Where the embedded server and the logs live.",

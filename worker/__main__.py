@@ -21,6 +21,7 @@ from shared.heart import Heart
 from shared.queue import WorkerQueue
 from shared.roster import WorkerInfo, WorkerState
 from shared.telemetry import configure_logging
+from shared.tracing import Tracing, TracingUnavailable, open_tracing
 from worker.bridge import Bridge, BridgeError, Pace
 from worker.exits import ExitCode
 from worker.heartbeat import Heartbeat
@@ -50,6 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitCode.BAD_SETTINGS
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)  # until there is something to drain
+    try:
+        tracing = open_tracing("diffleet-worker", settings.otlp_endpoint, settings.trace_share)
+    except TracingUnavailable as error:
+        _complain(str(error))
+        return ExitCode.BAD_SETTINGS
     configure_logging(settings.log_level, settings.log_format)
     try:
         _await_redis(settings)
@@ -59,10 +65,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (RedisError, OSError) as error:
         _complain(f"redis_url: no answer from {_without_password(settings.redis_url)}: {error}")
         return ExitCode.REDIS_UNREACHABLE
-    return _serve(settings)
+    try:
+        return _serve(settings, tracing)
+    finally:
+        tracing.close()
 
 
-def _serve(settings: WorkerSettings) -> ExitCode:
+def _serve(settings: WorkerSettings, tracing: Tracing) -> ExitCode:
     # Here, because it brings torch: help and complaints about settings need not wait for it.
     from worker.assembly import assemble
     from worker.device import DeviceError
@@ -139,6 +148,7 @@ def _serve(settings: WorkerSettings) -> ExitCode:
         metrics,
         assembly.adapters,
         on_drain=lambda: service.stop(),
+        tracing=tracing,
     )
     service = Service(assembly.engine, bridge, mailbox, pulse, readiness, metrics, settings.drain_s)
 

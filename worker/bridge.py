@@ -21,6 +21,7 @@ from shared.events import Delta, FailCode, Failed, Finished, Queued, Snapshot, S
 from shared.heart import Held, HeldState
 from shared.orders import Orders
 from shared.queue import Claim, Outcome, WorkerQueue
+from shared.tracing import NO_SPAN, Span, Tracing, Untraced, asked, close_with, span_name
 from worker.adapters.ports import Adapters, AdapterUnavailable
 from worker.engine.ports import Arrival, Outbox, Resume
 from worker.mailbox import Mailbox
@@ -76,6 +77,7 @@ class _Slot:
     """Set once its end was asked for."""
     lora: tuple[LoraUse, ...] = ()
     """Adapters that are held for it."""
+    span: Span = NO_SPAN
 
     def deltas_ahead(self) -> list[Delta]:
         """Return the pending deltas that do not belong into the call that ends the request."""
@@ -102,8 +104,10 @@ class Bridge:
         metrics: Metrics,
         adapters: Adapters | None = None,
         on_drain: Callable[[], None] | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         """`adapters` are what requests may run under; `on_drain` is called when an operator wants the worker to end."""
+        self._tracing = tracing or Untraced()
         self._connect = connect
         self._card = card
         self._mailbox = mailbox
@@ -291,6 +295,10 @@ class Bridge:
         if request.id != claim.id:
             self._refuse(slot, claim.seq, "invalid_request", "id: the payload belongs to another request")
             return
+        if self._tracing.records:
+            facts = {"diffleet.queued_ms": claim.queued_ms, "diffleet.attempt": claim.attempt}
+            facts |= {"diffleet.epoch": claim.epoch, "diffleet.worker": self._worker_id}
+            slot.span = self._tracing.start(span_name(request), "server", request.trace, asked(request) | facts)
         if request.lora:
             load = asyncio.create_task(self._load(slot, claim, request))
             self._loads.add(load)
@@ -322,6 +330,8 @@ class Bridge:
                 self._mailbox.abort(slot.id, slot.abort_reason)
 
     def _let_go(self, slot: _Slot) -> None:
+        slot.span.end()
+        slot.span = NO_SPAN
         if slot.lora and self._adapters is not None:
             self._adapters.release(slot.lora)
             slot.lora = ()
@@ -363,6 +373,7 @@ class Bridge:
             return  # a late answer: it has left already, and may be here again under a new epoch
         log.warning("request lost to another worker", extra={"request_id": slot.id})
         self._metrics.count_fenced()
+        slot.span.fail("fenced")
         self._mailbox.drop(slot.id)
         self._forget(slot)
 
@@ -420,6 +431,8 @@ class Bridge:
                     self._keep_preview(slot, event)
                 case Delta() | Finished() | Failed():
                     self._snapshots.pop(slot.id, None)  # what it shows is decided
+                    if self._tracing.records:
+                        _tell(slot.span, event)
                     slot.pending.append(event)
                 case Queued() | Started():
                     raise AssertionError(f"the engine does not make {event.t} events")
@@ -485,6 +498,7 @@ class Bridge:
                     slot.pending[0] = instead
             case [_HandBack(delay_ms)]:
                 await queue.hand_back(slot.id, slot.epoch, delay_ms)
+                slot.span.event("handed_back", {})
                 self._metrics.count_hand_back()
                 self._forget(slot)
             case [Finished() | Failed() as terminal]:
@@ -538,6 +552,13 @@ class Bridge:
             await asyncio.sleep(min(pause_s, 0.5))
         else:
             await _wait(self._quit, pause_s)
+
+
+def _tell(span: Span, event: Delta | Finished | Failed) -> None:
+    if isinstance(event, Delta):
+        span.event("block", {"diffleet.block": event.block, "diffleet.forwards": event.nfe})
+    else:
+        close_with(span, event)
 
 
 def resume_of(log: Sequence[Delta]) -> Resume:

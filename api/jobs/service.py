@@ -36,7 +36,7 @@ async def serve(settings: JobSettings) -> None:
     while True:
         began = asyncio.get_running_loop().time()
         try:
-            async with open_services(settings, Metrics()) as services:
+            async with open_services(settings, Metrics(), service="diffleet-jobs") as services:
                 await _work(settings, services)
         except Exception as error:
             # Whatever ended it, the way on is the same; the message may quote what it was about.

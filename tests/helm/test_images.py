@@ -198,9 +198,9 @@ def needed(extras: set[str]) -> list[Requirement]:
 @pytest.mark.parametrize(
     ("lock", "extras"),
     [
-        ("api/requirements.lock", {"api"}),
-        ("worker/requirements.lock", {"worker", "gpu"}),
-        ("worker/requirements-cpu.lock", {"worker"}),
+        ("api/requirements.lock", {"api", "otel"}),
+        ("worker/requirements.lock", {"worker", "gpu", "otel"}),
+        ("worker/requirements-cpu.lock", {"worker", "otel"}),
     ],
 )
 def test_a_lock_has_what_the_project_asks_for(lock: str, extras: set[str]) -> None:

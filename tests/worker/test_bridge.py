@@ -14,6 +14,7 @@ from shared.commands import Generate, Preview, encode_command
 from shared.events import Delta, Failed, Finished, Snapshot, Started, Usage
 from shared.heart import Held, HeldState
 from shared.keys import new_request_id
+from shared.tracing import Tracing
 from tests.worker.queue_for_tests import QueueForTests
 from worker.bridge import Backoff, Bridge, BridgeError, Pace, resume_of
 from worker.engine.ports import Arrival, Inbox, Outbox, Resume
@@ -27,11 +28,11 @@ CARD = ModelCard("tiny", "sdar", 64, 4, False, {}, 0.0, (), (1,), 0, 8, {})
 class Desk:
     """A running bridge and both of its ends."""
 
-    def __init__(self, queue: QueueForTests, pace: Pace = PACE) -> None:
+    def __init__(self, queue: QueueForTests, pace: Pace = PACE, tracing: Tracing | None = None) -> None:
         self.queue = queue
         self.mailbox = Mailbox()
         self.metrics = Metrics("tiny")
-        self.bridge = Bridge(lambda: queue, CARD, self.mailbox, pace, "w1", self.metrics)  # type: ignore[arg-type, return-value]
+        self.bridge = Bridge(lambda: queue, CARD, self.mailbox, pace, "w1", self.metrics, tracing=tracing)  # type: ignore[arg-type, return-value]
 
     def arrivals(self, count: int) -> list[Arrival]:
         """Wait for `count` arrivals."""
@@ -64,8 +65,8 @@ def until(reached: Callable[[], bool], turn: Callable[[], object] = lambda: time
 
 
 @contextmanager
-def running(queue: QueueForTests, pace: Pace = PACE) -> Iterator[Desk]:
-    desk = Desk(queue, pace)
+def running(queue: QueueForTests, pace: Pace = PACE, tracing: Tracing | None = None) -> Iterator[Desk]:
+    desk = Desk(queue, pace, tracing)
     desk.bridge.start(10)
     try:
         yield desk
