@@ -16,6 +16,7 @@ from api.middleware import BodyLimit, LastResort, RequestLog, TrailingSlash
 from api.openapi import without_422
 from api.ports import Fleet
 from api.routes import (
+    admin,
     batches,
     chat,
     completions,
@@ -43,6 +44,7 @@ ROUTERS = (
     models.router,
     tokens.router,
     health.router,
+    admin.router,
     playground.router,
     reference.router,
     # Last: its patterns are wide.

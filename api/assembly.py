@@ -12,6 +12,7 @@ from api.ports import Fleet
 from api.relay import Relay
 from api.settings import ApiSettings
 from api.stores import Stores
+from shared.administration import Administration
 from shared.admission import Admission
 from shared.client import FleetClient
 from shared.connection import Link
@@ -36,4 +37,5 @@ async def open_services(
         relay = Relay(fleet, settings, metrics, tracing)
         stack.push_async_callback(relay.aclose)
         stores = Stores.on(link, settings)
-        yield Services(settings, metrics, fleet, Catalog(fleet), relay, Limiter(link), stores)
+        admin = Administration(link)
+        yield Services(settings, metrics, fleet, Catalog(fleet), relay, Limiter(link), stores, admin)

@@ -3,18 +3,21 @@
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from api.errors import ApiError, invalid
 from api.ports import Fleet
+from api.schemas import AdapterChoice
 from api.structure.tools import plain_messages
 from shared.card import InvalidCard, ModelCard
 from shared.client import UnknownModel
+from shared.commands import LoraUse
 from shared.decoding import Decoding
 from shared.keys import MODEL_NAME
+from shared.lora import AdapterRecord
 from shared.text import InvalidText, InvalidTokenizer, TemplateError, Tokenizer
 
 logger = logging.getLogger("diffleet.api")
@@ -29,6 +32,8 @@ class ServedModel:
     card: ModelCard
     tokenizer: Tokenizer
     decoding: Decoding
+    adapters: tuple[LoraUse, ...] = ()
+    """Those that requests run under."""
 
     async def encode(self, text: str, add_special: bool = True, field: str = "prompt") -> list[int]:
         """Return the ids of a raw prompt; raises `ApiError` that names `field`."""
@@ -65,9 +70,26 @@ class Catalog:
     async def names(self) -> list[str]:
         return sorted(await self._fleet.models())
 
-    async def resolve(self, name: str | None) -> ServedModel:
-        """Return the model of that name, or the only one if `name` is None; raises `ApiError`."""
-        return await self._load(await self.card(await self._only() if name is None else name))
+    async def resolve(self, name: str | None, lora: Sequence[AdapterChoice] | None = None) -> ServedModel:
+        """Return the model of that name, or the only one if `name` is None; raises `ApiError`.
+
+        `base:adapter` is the model under that adapter; those of `lora` come on top.
+        """
+        base, colon, adapter = (name or "").partition(":")
+        model = await self._load(await self.card(await self._only() if name is None else base))
+        asked = [(adapter, 1.0, "model")] if colon else []
+        asked += [(choice.name, choice.scale, f"lora[{index}].name") for index, choice in enumerate(lora or ())]
+        if not asked:
+            return model
+        known = {record.name: record for record in await self._fleet.adapters(model.card.name)}
+        for wanted, _, param in asked:
+            if wanted not in known:
+                raise _no_adapter(model.card.name, wanted, list(known), param)
+        return replace(model, adapters=tuple(known[wanted].use(scale) for wanted, scale, _ in asked))
+
+    async def adapters(self, model: str) -> Sequence[AdapterRecord]:
+        """Return the adapters that are registered for a model."""
+        return await self._fleet.adapters(model)
 
     async def card(self, name: str) -> ModelCard:
         """Return the card of that name; raises `ApiError` (404, listing the known ones)."""
@@ -98,6 +120,12 @@ class Catalog:
 
 def _unknown(name: str, known: Sequence[str]) -> ApiError:
     return ApiError(404, "model_not_found", f"there is no model {name[:120]!r}: {_listed(known)}", "model")
+
+
+def _no_adapter(model: str, name: str, known: Sequence[str], param: str) -> ApiError:
+    has = f"its adapters are {', '.join(known)}" if known else "it has none"
+    message = f"model {model} has no adapter {name[:96]!r}: {has}"
+    return ApiError(404, "model_not_found" if param == "model" else "adapter_not_found", message, param)
 
 
 def _unusable(name: str, error: Exception) -> ApiError:

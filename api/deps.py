@@ -18,6 +18,7 @@ from api.relay import Relay
 from api.schemas import Body, parse
 from api.settings import ApiSettings
 from api.stores import Stores
+from shared.administration import Administration
 
 
 @dataclass(slots=True)
@@ -31,6 +32,7 @@ class Services:
     relay: Relay
     limiter: Limiter
     stores: Stores
+    admin: Administration
     draining: bool = False
     """Set once the process was asked to end: `/health/ready` says so, and requests are still served."""
 

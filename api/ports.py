@@ -7,7 +7,9 @@ from shared.card import ModelCard
 from shared.client import Result
 from shared.commands import Generate
 from shared.events import Event
+from shared.lora import AdapterRecord
 from shared.queue_state import QueueState
+from shared.roster import WorkerInfo
 from shared.text import Tokenizer
 
 
@@ -53,7 +55,11 @@ class Fleet(Protocol):
         """Raises `shared.text.InvalidTokenizer`."""
         ...
 
-    async def workers(self, model: str) -> Sequence[object]:
+    async def adapters(self, model: str) -> Sequence[AdapterRecord]:
+        """Return the model's adapters."""
+        ...
+
+    async def workers(self, model: str) -> Sequence[WorkerInfo]:
         """Return the live ones."""
         ...
 

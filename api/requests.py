@@ -118,6 +118,7 @@ def _command(
         edits=edits_of(body, card),
         logprobs=body.wanted_logprobs,
         preview=preview,
+        lora=model.adapters,
         lane=_lane(body) if call.lane is None else call.lane,
         user=body.user,
         trace=dict(call.trace),

@@ -229,13 +229,28 @@ class StreamOptions(StrictBody):
     continuous_usage_stats: bool | None = None
 
 
+class AdapterChoice(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    name: str = Field(min_length=1, max_length=96)
+    scale: float = Field(default=1.0, ge=-100.0, le=100.0, description="Factor beside the adapter's own.")
+
+
+MOST_ADAPTERS = 7
+"""Of one request, beside the one that its model's name may hold."""
+Adapters = Annotated[list[AdapterChoice], Field(max_length=MOST_ADAPTERS)]
+
+
 class GenerationBody(StrictBody):
     """What every generating endpoint takes."""
 
     delivers: ClassVar[frozenset[str]] = STRUCTURED
     """Fields of `REFUSED` that this body's endpoint acts on."""
 
-    model: str | None = Field(default=None, description="May be left out where only one model is served.")
+    model: str | None = Field(
+        default=None, description="May be left out where only one model is served; `base:adapter` adds an adapter."
+    )
+    lora: Adapters | None = Field(default=None, description="Adapters whose effects are summed.")
     max_tokens: int | None = Field(
         default=None, ge=1, lt=COUNT_LIMIT, description="Unset: 512, or what the context leaves."
     )

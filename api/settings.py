@@ -69,4 +69,7 @@ class ApiSettings(ServiceSettings):
         default=86_400, ge=1, le=604_800, description="Time for a batch, after which what is left of it expires."
     )
     batch_concurrency: int = Field(default=16, ge=1, le=1024, description="Lines of one batch that run at a time.")
+    model_store: Path | None = Field(
+        default=None, description="Folder with the adapters that operators may register; workers see the same one."
+    )
     vllm_metrics: bool = Field(default=True, description="Export metrics under vLLM's names as well.")

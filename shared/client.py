@@ -28,6 +28,7 @@ from shared.decoding import Decoding
 from shared.events import Delta, Event, Failed, Finished, Queued, decode_event, encode_event
 from shared.keys import GROUP, MODELS, Keys, model_of, new_request_id, partition, pick_partition, ulid
 from shared.keys import card as card_key
+from shared.lora import AdapterRecord, AdapterRegistry
 from shared.lua import script
 from shared.memory import NO_BULK, NO_WORK, MemoryGauge
 from shared.queue_state import QueueState, read_queue
@@ -482,6 +483,10 @@ class FleetClient:
             card = unpack(fields)
         self._cards[name] = (time.monotonic(), card)
         return card
+
+    async def adapters(self, model: str) -> list[AdapterRecord]:
+        """Return the adapters that are registered for a model, by name; `AdapterRecord.use` is what a command takes."""
+        return await AdapterRegistry(self._link).list(model)
 
     async def workers(self, model: str) -> list[WorkerInfo]:
         """Return the workers of a model that have beaten within their lease."""

@@ -66,7 +66,7 @@ class ChatPlan:
 
 async def plan_chat(body: ChatBody, catalog: Catalog, call: Call) -> ChatPlan:
     """Raises `ApiError`."""
-    model = await catalog.resolve(body.model)
+    model = await catalog.resolve(body.model, body.lora)
     constraint = await constraint_of(body, model.card)
     messages = [message.for_template() for message in body.messages]
     prompt = await model.encode_chat(messages, tools=shown(body.tools, body.tool_choice))

@@ -59,7 +59,7 @@ class CompletionPlan:
 
 async def plan_completion(body: CompletionBody, catalog: Catalog, call: Call) -> CompletionPlan:
     """Raises `ApiError`."""
-    model = await catalog.resolve(body.model)
+    model = await catalog.resolve(body.model, body.lora)
     if body.canvas_stream == "replace":
         raise ApiError(400, "unsupported_value", "diffusion.stream replace is a mode of chats", "diffusion.stream")
     given = cast(list[str | list[int]], body.prompt)

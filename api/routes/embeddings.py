@@ -20,7 +20,7 @@ from api.deps import ServicesDep, json_body
 from api.errors import ApiError, invalid, path_of
 from api.openapi import ERROR_RESPONSES, request_body
 from api.requests import Call, check_prompt
-from api.schemas import Prompts, StrictBody
+from api.schemas import Adapters, Prompts, StrictBody
 from shared.commands import Generate, Limits
 from shared.keys import new_request_id, pick_partition
 
@@ -43,6 +43,7 @@ class EmbeddingsBody(StrictBody):
     dimensions: int | None = Field(
         default=None, ge=1, description="Keep so many leading numbers, brought to length 1 again."
     )
+    lora: Adapters | None = Field(default=None, description="Adapters whose effects are summed.")
     user: str | None = Field(default=None, max_length=256)
 
 
@@ -51,7 +52,7 @@ async def embeddings(
     body: Annotated[EmbeddingsBody, Depends(json_body(EmbeddingsBody))], request: Request, services: ServicesDep
 ) -> Response:
     """Return for each input the mean of the model's final hidden states over its tokens, of length 1."""
-    model = await services.catalog.resolve(body.model)
+    model = await services.catalog.resolve(body.model, body.lora)
     call = call_of(request, services.settings)
     commands = await _commands(body, model, call)
     terms = await admit(request, call, services.limiter, commands, model.card.block_length)
@@ -96,6 +97,7 @@ async def _commands(body: EmbeddingsBody, model: ServedModel, call: Call) -> lis
                 prompt=tuple(ids),
                 limits=Limits(max_tokens=1, total_ms=round(call.timeout_s * 1000)),
                 embed=True,
+                lora=model.adapters,
                 user=body.user,
                 trace=dict(call.trace),
             )

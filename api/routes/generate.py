@@ -35,7 +35,7 @@ async def generate(
     `denoise`, then `final` or `error`, then `[DONE]`.
     """
     note(stream=bool(body.stream))
-    model = await services.catalog.resolve(body.model)
+    model = await services.catalog.resolve(body.model, body.lora)
     prompt = await model.encode(body.prompt) if isinstance(body.prompt, str) else cast(list[int], body.prompt)
     call = call_of(request, services.settings)
     constraint = await constraint_of(body, model.card)

@@ -8,6 +8,7 @@ from api.deps import ServicesDep
 from api.errors import ApiError
 from api.openapi import ERROR_RESPONSES
 from shared.card import ModelCard
+from shared.lora import AdapterRecord
 
 router = APIRouter(tags=["openai"])
 
@@ -18,7 +19,9 @@ async def list_models(services: ServicesDep) -> Response:
     entries: list[dict[str, object]] = []
     for name in await services.catalog.names():
         try:
-            entries.append(_entry(await services.catalog.card(name)))
+            card = await services.catalog.card(name)
+            entries.append(_entry(card))
+            entries += [_adapter(card, record) for record in await services.catalog.adapters(name)]
         except ApiError:
             # One unusable or just removed card must not hide the others; asking for it by name tells.
             continue
@@ -28,7 +31,19 @@ async def list_models(services: ServicesDep) -> Response:
 @router.get("/v1/models/{name:path}", responses=ERROR_RESPONSES)
 async def get_model(name: str, services: ServicesDep) -> Response:
     """Describe one model; names may contain slashes."""
-    return json_response(_entry(await services.catalog.card(name)))
+    base, colon, adapter = name.partition(":")
+    card = await services.catalog.card(base)
+    if not colon:
+        return json_response(_entry(card))
+    for record in await services.catalog.adapters(base):
+        if record.name == adapter:
+            return json_response(_adapter(card, record))
+    raise ApiError(404, "model_not_found", f"model {base} has no adapter {adapter[:96]!r}", "model")
+
+
+def _adapter(card: ModelCard, record: AdapterRecord) -> dict[str, object]:
+    entry: dict[str, object] = {"id": f"{card.name}:{record.name}", "created": record.created, "digest": record.digest}
+    return _entry(card) | entry | {"parent": card.name, "root": record.path}
 
 
 def _entry(card: ModelCard) -> dict[str, object]:

@@ -47,7 +47,7 @@ async def create(
     """Answer an input. With `background` the response goes on by itself: poll it, or resume its stream anywhere."""
     note(stream=bool(body.stream), background=bool(body.background))
     check_effects(body)
-    model = await services.catalog.resolve(body.model)
+    model = await services.catalog.resolve(body.model, body.lora)
     messages = await _conversation(body, services, caller)
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
     prompt = await model.encode_chat(instructions + messages)

@@ -16,7 +16,9 @@ from shared.card import ModelCard
 from shared.client import Result, UnknownModel, UnknownRequest
 from shared.commands import Generate
 from shared.events import Delta, Event, Finished, Queued, Started, Usage
+from shared.lora import AdapterRecord
 from shared.queue_state import QueueState
+from shared.roster import WorkerInfo
 from shared.text import Tokenizer
 from tests.shared.tokenizers_for_tests import byte_level, byte_level_files
 
@@ -74,6 +76,7 @@ def steps(*given: Callable[[str], Step] | Step) -> Script:
 class ScriptedFleet:
     script: Script = field(default_factory=answer)
     cards: dict[str, ModelCard] = field(default_factory=lambda: {CARD.name: CARD})
+    registered: list[AdapterRecord] = field(default_factory=list[AdapterRecord])
     live: int = 1
     down: Exception | None = None
     """Raised by every call but `abort`."""
@@ -149,9 +152,13 @@ class ScriptedFleet:
     async def tokenizer(self, card: ModelCard) -> Tokenizer:
         return byte_level()
 
-    async def workers(self, model: str) -> Sequence[object]:
+    async def adapters(self, model: str) -> Sequence[AdapterRecord]:
         self._check()
-        return ["w"] * self.live
+        return self.registered
+
+    async def workers(self, model: str) -> Sequence[WorkerInfo]:
+        self._check()
+        return [WorkerInfo(f"w{number}", model, "ready") for number in range(self.live)]
 
     async def queue(self, model: str) -> QueueState:
         self._check()

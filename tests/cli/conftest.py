@@ -9,6 +9,9 @@ import pytest
 
 from tests.cli.fleet_process import Up
 from tests.fleet.models import write_tiny_model
+from tests.worker.adapter_folders import read_weights, write_adapter
+from worker.adapters.targets import find_targets, shapes_of
+from worker.models import load_model
 
 
 @pytest.fixture(scope="session")
@@ -26,9 +29,12 @@ def short_folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def live_fleet(tiny_model: Path) -> Iterator[Up]:
-    """A fleet that calls its model `demo`, as the examples do."""
+    """A fleet that calls its model `demo`, as the examples do, with an adapter in its store."""
     folder = Path(tempfile.mkdtemp(prefix="df-"))
-    up = Up(folder, tiny_model, "--model-name", "demo", "--prompt", "")
+    shapes = shapes_of(find_targets(load_model(tiny_model)))
+    write_adapter(folder / "store" / "team-a" / "fox", read_weights(tiny_model), shapes)
+    store = str(folder / "store")
+    up = Up(folder, tiny_model, "--model-name", "demo", "--prompt", "", DIFFLEET_MODEL_STORE=store)
     try:
         yield up.wait_serving()
         assert up.stop() == 0

@@ -35,9 +35,9 @@ def diffleet(*arguments: str, stdin: str | None = None, **more_environment: str)
 
 
 class Up:
-    """A running `diffleet up`; its streams go to files beside its data, or to what is given."""
+    """A running `diffleet up`; its streams go to files beside its data, or elsewhere; `more` is its environment."""
 
-    def __init__(self, folder: Path, model: Path, *flags: str, stderr: int | None = None) -> None:
+    def __init__(self, folder: Path, model: Path, *flags: str, stderr: int | None = None, **more: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.data_dir = folder / "data"
         self._out, self._err = folder / "stdout", folder / "stderr"
@@ -47,7 +47,7 @@ class Up:
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.process = subprocess.Popen(
                 command,
-                env=environment(),
+                env=environment(**more),
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=out,

@@ -31,7 +31,7 @@ def fleet_server() -> Iterator[EmbeddedServer]:
     server.start()
     yield server
     client = open_sync_client(server.url)
-    permanent = ("card", "q:rt", "q:std", "q:bulk", "dlq", "workers", "df:models")
+    permanent = ("card", "q:rt", "q:std", "q:bulk", "dlq", "loras", "workers", "df:models")
     leaked = [key for key in client.scan_iter() if client.ttl(key) == -1 and not key.decode().endswith(permanent)]
     client.close()
     server.stop()

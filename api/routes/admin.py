@@ -1,0 +1,202 @@
+"""Administration of adapters, workers, requests and caches: for keys with the scope admin."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated
+
+from fastapi import APIRouter, Depends
+from pydantic import Field
+from starlette.responses import Response
+
+from api.answers import json_response
+from api.deps import Services, ServicesDep, json_body
+from api.errors import ApiError, invalid
+from api.openapi import ERROR_RESPONSES, request_body
+from api.schemas import StrictBody
+from shared.adapters import TARGETS_FILE, InvalidAdapter, check_adapter, digest_of, find_folder, unpack_targets
+from shared.administration import RequestFacts
+from shared.card import ModelCard
+from shared.dead_letters import DeadLetter
+from shared.keys import model_of, ulid
+from shared.lora import AdapterRecord
+from shared.roster import WorkerInfo
+
+router = APIRouter(tags=["admin"], prefix="/admin")
+
+
+class AdapterBody(StrictBody):
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}$", description="What requests call it.")
+    path: str = Field(min_length=1, max_length=4096, description="Its folder in the model store, as PEFT writes it.")
+    model: str | None = Field(default=None, description="May be left out where only one model is served.")
+
+
+class FlushBody(StrictBody):
+    model: str | None = Field(default=None, description="May be left out where only one model is served.")
+
+
+# --- adapters
+
+
+@router.post("/loras", openapi_extra=request_body(AdapterBody), responses=ERROR_RESPONSES)
+async def add_adapter(body: Annotated[AdapterBody, Depends(json_body(AdapterBody))], services: ServicesDep) -> Response:
+    """Register an adapter for every worker of a model; each loads it when a request first asks for it.
+
+    Its configuration and the shapes of its tensors are checked first. An adapter of the same name is replaced; requests
+    that were accepted before keep the former.
+    """
+    card = (await services.catalog.resolve(body.model)).card
+    record = await asyncio.to_thread(_read, services, card, body)
+    await services.admin.adapters.add(card.name, record)
+    return json_response(_adapter(card.name, record, await services.fleet.workers(card.name)))
+
+
+@router.get("/loras", responses=ERROR_RESPONSES)
+async def list_adapters(services: ServicesDep, model: str | None = None) -> Response:
+    """List the adapters of a model, or of all models, and the workers that have each one loaded."""
+    entries: list[dict[str, object]] = []
+    for name in await _models(services, model):
+        workers = await services.fleet.workers(name)
+        entries += [_adapter(name, record, workers) for record in await services.catalog.adapters(name)]
+    return json_response({"object": "list", "data": entries})
+
+
+@router.delete("/loras/{name}", responses=ERROR_RESPONSES)
+async def delete_adapter(name: str, services: ServicesDep, model: str | None = None) -> Response:
+    """Forget an adapter. Requests that were accepted with it are finished; its files stay where they are."""
+    card = (await services.catalog.resolve(model)).card
+    if not await services.admin.adapters.remove(card.name, name):
+        raise ApiError(404, "not_found", f"model {card.name} has no adapter {name[:96]!r}", "name")
+    return json_response({"object": "adapter", "name": name, "model": card.name, "deleted": True})
+
+
+def _read(services: Services, card: ModelCard, body: AdapterBody) -> AdapterRecord:
+    store = services.settings.model_store
+    if store is None:
+        raise ApiError(400, "no_model_store", "this server has no model store (DIFFLEET_MODEL_STORE)", "path")
+    try:
+        targets = unpack_targets(card.files[TARGETS_FILE])
+    except KeyError:
+        message = f"the workers of model {card.name} take no adapters: they have no model store, or its layers do not"
+        raise invalid("model", message, "unsupported_model") from None
+    try:
+        folder = find_folder(store, body.path)
+        facts = check_adapter(folder, targets)
+        digest = digest_of(folder)
+    except InvalidAdapter as error:
+        raise invalid(error.field, str(error), "invalid_adapter") from error
+    path = str(folder.relative_to(store.resolve()))
+    return AdapterRecord(body.name, path, digest, facts.rank, facts.parameters, int(time.time()))
+
+
+def _adapter(model: str, record: AdapterRecord, workers: Sequence[WorkerInfo]) -> dict[str, object]:
+    holding = [worker.id for worker in workers if record.name in worker.adapters]
+    return _entry("adapter", record, model=model, workers=holding)
+
+
+# --- workers
+
+
+@router.get("/workers", responses=ERROR_RESPONSES)
+async def list_workers(services: ServicesDep, model: str | None = None) -> Response:
+    """List the live workers of a model, or of all models."""
+    entries: list[dict[str, object]] = []
+    for name in await _models(services, model):
+        entries += [_entry("worker", worker) for worker in await services.fleet.workers(name)]
+    return json_response({"object": "list", "data": entries})
+
+
+@router.post("/workers/{worker_id}/drain", responses=ERROR_RESPONSES)
+async def drain_worker(worker_id: str, services: ServicesDep) -> Response:
+    """Ask a worker to take nothing more, finish or hand back what it runs, and end, within a few seconds."""
+    for name in await services.catalog.names():
+        for worker in await services.fleet.workers(name):
+            if worker.id == worker_id:
+                await services.admin.orders.drain(name, worker_id)
+                return json_response(_entry("worker", worker, drain_requested=True), 202)
+    raise ApiError(404, "not_found", f"no live worker is called {worker_id[:120]!r}")
+
+
+@router.post("/prefix-cache/flush", openapi_extra=request_body(FlushBody), responses=ERROR_RESPONSES)
+async def flush_prefix_cache(
+    body: Annotated[FlushBody, Depends(json_body(FlushBody))], services: ServicesDep
+) -> Response:
+    """Ask all workers of a model to forget, within a few seconds, what earlier texts have left in their caches."""
+    card = (await services.catalog.resolve(body.model)).card
+    await services.admin.orders.flush(card.name)
+    return json_response({"model": card.name, "flush_requested": True}, 202)
+
+
+# --- requests
+
+
+@router.get("/requests/{request_id:path}", responses=ERROR_RESPONSES)
+async def get_request(request_id: str, services: ServicesDep) -> Response:
+    """Tell where a request stands, without its prompt and its text."""
+    try:
+        facts = await services.admin.inspect(request_id)
+    except ValueError:
+        facts = None
+    if facts is None:
+        raise _no_request(request_id)
+    return json_response(_entry("request", facts))
+
+
+@router.get("/dead-letters", responses=ERROR_RESPONSES)
+async def list_dead_letters(
+    services: ServicesDep, model: str | None = None, limit: Annotated[int, Field(ge=1, le=1000)] = 100
+) -> Response:
+    """List requests that were given up because they kill their workers, the newest first."""
+    entries: list[dict[str, object]] = []
+    for name in await _models(services, model):
+        card = await services.catalog.card(name)
+        letters = await services.admin.dead_letters.list(name, card.partitions, limit)
+        entries += [_entry("dead_letter", letter, model=name) for letter in letters]
+    return json_response({"object": "list", "data": entries})
+
+
+@router.post("/dead-letters/{request_id:path}/replay", responses=ERROR_RESPONSES)
+async def replay_dead_letter(request_id: str, services: ServicesDep) -> Response:
+    """Submit what a dead request asked for again, under a new id, and discard the dead letter."""
+    _check_id(request_id)
+    command = await services.admin.dead_letters.command(request_id)
+    if command is None:
+        raise _no_request(request_id)
+    fresh = command.model_copy(update={"id": f"{request_id.rpartition('_')[0]}_{ulid()}"})
+    await services.fleet.submit(fresh, queue_limit=services.settings.queue_limit)
+    await services.admin.dead_letters.discard(request_id)
+    return json_response({"object": "request", "id": fresh.id, "replays": request_id}, 202)
+
+
+@router.delete("/dead-letters/{request_id:path}", responses=ERROR_RESPONSES)
+async def discard_dead_letter(request_id: str, services: ServicesDep) -> Response:
+    """Remove a dead letter from the list."""
+    _check_id(request_id)
+    if not await services.admin.dead_letters.discard(request_id):
+        raise _no_request(request_id)
+    return json_response({"object": "dead_letter", "id": request_id, "deleted": True})
+
+
+def _entry(
+    kind: str, facts: AdapterRecord | WorkerInfo | RequestFacts | DeadLetter, **more: object
+) -> dict[str, object]:
+    return {"object": kind, **asdict(facts), **more}
+
+
+def _check_id(request_id: str) -> None:
+    try:
+        model_of(request_id)
+    except ValueError:
+        raise _no_request(request_id) from None
+
+
+def _no_request(request_id: str) -> ApiError:
+    return ApiError(404, "not_found", f"no request {request_id[:120]!r} is known here, or no longer")
+
+
+async def _models(services: Services, model: str | None) -> list[str]:
+    """Return the model's name, or those of all models; raises `ApiError`."""
+    if model is None:
+        return await services.catalog.names()
+    return [(await services.catalog.card(model)).name]
