@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from shared.cli import operating
 from shared.cli.exits import Exit
-from shared.cli.question import Question
+from shared.cli.question import Question, schema_of
 from shared.cli.reporting import reporting, run
 from shared.settings import ServiceSettings, check_model_name
 
@@ -157,6 +157,9 @@ def generate(
     ] = None,
     block_length: Annotated[int | None, typer.Option(min=1, help="Positions denoised together.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it stands: no chat template.")] = False,
+    json_schema: Annotated[
+        str | None, typer.Option(help="The answer is JSON that this schema accepts: a file, or the schema itself.")
+    ] = None,
 ) -> None:
     """Ask a running fleet, and print the answer.
 
@@ -172,6 +175,7 @@ def generate(
         threshold=threshold,
         block_length=block_length,
         raw=raw,
+        json_schema=None if json_schema is None else _schema(json_schema),
     )
     run(_generate(question, watch, url, redis_url))
 
@@ -270,6 +274,13 @@ def _become(module: str, args: list[str]) -> None:
         print(f"diffleet: the package {module!r} is not installed: pip install 'diffleet[{module}]'", file=sys.stderr)
         raise typer.Exit(Exit.USAGE)
     os.execv(sys.executable, [sys.executable, "-P", "-m", module, *args])
+
+
+def _schema(argument: str) -> dict[str, Any]:
+    try:
+        return schema_of(argument)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--json-schema") from error
 
 
 def _stdin() -> str:

@@ -67,6 +67,8 @@ def request_of(question: Question, frames: bool) -> tuple[str, dict[str, object]
     body = {name: value for name, value in body.items() if value is not None}
     if question.threshold is not None:
         body["diffusion"] = {"threshold": question.threshold}
+    if question.json_schema is not None:
+        body["guided_json"] = question.json_schema
     if question.raw:
         return "/generate", {**body, "prompt": question.prompt}
     counts = {"include_usage": True, "continuous_usage_stats": True}

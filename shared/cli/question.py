@@ -1,6 +1,9 @@
 """What one may ask a fleet from the terminal."""
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +21,8 @@ class Question:
     threshold: float | None = None
     block_length: int | None = None
     raw: bool = False
+    json_schema: dict[str, Any] | None = None
+    """What the answer must be."""
     before: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -25,3 +30,17 @@ class Question:
         """The chat, with the prompt as its last message."""
         said = (*self.before, ("user", self.prompt))
         return [{"role": role, "content": content} for role, content in said]
+
+
+def schema_of(argument: str) -> dict[str, Any]:
+    """Return the JSON schema that an option gives as text, or as the name of a file; raises ValueError."""
+    try:
+        text = argument if argument.lstrip().startswith("{") else Path(argument).read_text()
+        value = json.loads(text)
+    except OSError as error:
+        raise ValueError(f"{argument}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError("a schema must be an object")
+    return cast(dict[str, Any], value)

@@ -8,6 +8,7 @@ from shared.cli.exits import Exit, Stop
 from shared.cli.question import Question
 from shared.client import FleetClient, FleetUnavailable, PromptTooLong, QueueFull, UnknownModel
 from shared.commands import Generate, Limits, Preview, Sampling
+from shared.constraints import JsonSchema
 from shared.decoding import Threshold
 from shared.events import Delta, Event, Failed, Finished, Queued, Snapshot, Started
 from shared.settings import ServiceSettings
@@ -56,7 +57,8 @@ async def _command(fleet: FleetClient, question: Question, frames: bool) -> Gene
         preview=Preview() if frames else None,
         lane="rt",
     )
-    return command.model_copy(update={"block_length": question.block_length})
+    constraint = None if question.json_schema is None else JsonSchema(json_schema=question.json_schema)
+    return command.model_copy(update={"block_length": question.block_length, "constraint": constraint})
 
 
 async def _states(

@@ -3,6 +3,7 @@
 import json
 import socket
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -116,3 +117,23 @@ def test_flags_of_the_processes_are_passed_on(process: str) -> None:
     assert told.returncode == 0 and "--redis-url" in told.stdout
     wrong = diffleet(process, "--no-such-flag", "1")
     assert wrong.returncode == 2 and "no-such-flag" in wrong.stderr
+
+
+@pytest.mark.parametrize("through", ["http", "redis"])
+@pytest.mark.parametrize("form", ["given", "file"])
+def test_a_schema_is_followed(live_fleet: Up, through: str, form: str, tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    text = json.dumps(schema | {"additionalProperties": False})
+    if form == "file":
+        (tmp_path / "schema.json").write_text(text)
+        text = str(tmp_path / "schema.json")
+    where = ("--url", live_fleet.url) if through == "http" else ("--redis-url", live_fleet.redis_url)
+    done = diffleet("generate", "Where?", "--max-tokens", "32", "--json-schema", text, *where)
+    assert done.returncode == 0, done.stderr
+    assert isinstance(json.loads(done.stdout)["ok"], bool)
+
+
+@pytest.mark.parametrize("schema", ["{", "[1]", "no-such-file.json"])
+def test_what_is_no_schema_ends_with_2(schema: str) -> None:
+    done = diffleet("generate", "x", "--json-schema", schema)
+    assert done.returncode == 2 and "--json-schema" in done.stderr

@@ -1,8 +1,9 @@
-"""C3, C5, C7 and C36 by whatever openai client this interpreter has: `python old_client_checks.py BASE_URL MODEL`.
+"""C3, C5, C7, C16 and C36 by whatever openai client this interpreter has: `python old_client_checks.py BASE_URL MODEL`.
 
 Stands alone, because it runs in environments that have nothing but that client. Prints one line for each check.
 """
 
+import json
 import sys
 import time
 import traceback
@@ -42,12 +43,20 @@ def c7(client, model):
 
 def c16(client, model):
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
-    try:
-        client.chat.completions.create(model=model, messages=STORY, tools=[tool], tool_choice="required")
-    except openai.BadRequestError as error:
-        assert error.param == "tools"
-        return "refused as `tools`: structured output is not there yet"
-    raise AssertionError("tools are served now: check their deltas here")
+    options = {"model": model, "messages": STORY, "tools": [tool], "tool_choice": "required", "seed": 1}
+    whole = client.chat.completions.create(**options).choices[0]
+    assert whole.finish_reason == "tool_calls"
+    names, arguments = {}, {}
+    for chunk in client.chat.completions.create(stream=True, **options):
+        for call in chunk.choices[0].delta.tool_calls or []:
+            if call.id:
+                assert call.index not in names
+                names[call.index] = call.function.name
+            arguments[call.index] = arguments.get(call.index, "") + (call.function.arguments or "")
+    told = whole.message.tool_calls
+    assert list(names.values()) == [call.function.name for call in told] == ["add"] * len(told)
+    assert list(arguments.values()) == [call.function.arguments for call in told]
+    assert all(isinstance(json.loads(text), dict) for text in arguments.values())
 
 
 def c36(client, model):
