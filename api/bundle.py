@@ -1,15 +1,17 @@
 """Several requests that answer one call: the choices of `n`, the prompts of a list."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 from starlette.types import Receive
 
 from api.errors import ClientGone
+from api.infill import FillWriter
 from api.relay import Follow, Progress, Relay, Terms
 from api.transcript import Transcript
 from shared.commands import Generate
+from shared.events import Delta, Finished
 
 _MOST_WAITING = 16
 """Events taken ahead of a slow caller, over all requests."""
@@ -26,6 +28,8 @@ class Bundle:
         self.follows = tuple(follows)
         self._watch = watch
         self._keepalive_s = relay.settings.keepalive_s
+        self.writers: Sequence[FillWriter] = ()
+        """For each request, where the text of its events is not what the caller sees."""
 
     @classmethod
     async def open(
@@ -52,7 +56,7 @@ class Bundle:
     async def __aiter__(self) -> AsyncGenerator[tuple[int, Progress | None]]:
         if len(self.follows) == 1:
             async for event in self.follows[0]:
-                yield 0, event
+                yield 0, self._told(0, event)
             return
         queue: asyncio.Queue[tuple[int, Progress | Exception | None]] = asyncio.Queue(_MOST_WAITING)
         pumps = [asyncio.create_task(_pump(index, follow, queue)) for index, follow in enumerate(self.follows)]
@@ -70,11 +74,22 @@ class Bundle:
                 if item is None:
                     left -= 1
                 else:
-                    yield index, item
+                    yield index, self._told(index, item)
         finally:
             for pump in pumps:
                 pump.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
+
+    def told(self, index: int) -> Mapping[str, object]:
+        """Return what a choice tells of its template."""
+        return self.writers[index].told if self.writers else {}
+
+    def _told(self, index: int, event: Progress | None) -> Progress | None:
+        if self.writers and isinstance(event, Delta):
+            return self.writers[index].of_delta(event)
+        if self.writers and isinstance(event, Finished):
+            return self.writers[index].of_end(event)
+        return event
 
     async def read_to_end(self) -> list[Transcript]:
         """Follow all to their ends, and close; raises as iteration."""

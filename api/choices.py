@@ -1,6 +1,6 @@
 """What the chat and completion shapes share: finish reasons, usage over several requests, opt-in costs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from api.catalog import ServedModel
@@ -9,14 +9,18 @@ from api.transcript import Transcript, usage_of
 from shared.events import Finished, Usage
 
 
-def finish_fields(end: Finished) -> dict[str, object]:
+def finish_fields(end: Finished, told: Mapping[str, object] | None = None) -> dict[str, object]:
+    """Return why a choice has ended, and what of diffusion there is to tell of it, `told` before that."""
     # OpenAI's words only. An abort from elsewhere cuts the text, which is what `length` tells.
     fields: dict[str, object] = {
         "finish_reason": "stop" if end.reason == "stop" else "length",
         "finish_detail": end.detail,
     }
+    diffusion = dict(told or {})
     if end.detail in ("deadline", "max_nfe"):
-        fields["diffusion"] = {"truncated_by": end.detail, "forwards": end.usage.nfe}
+        diffusion |= {"truncated_by": end.detail, "forwards": end.usage.nfe}
+    if diffusion:
+        fields["diffusion"] = diffusion
     return fields
 
 

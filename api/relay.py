@@ -17,6 +17,7 @@ from api.spans import spanned
 from shared.client import RETENTION_MS, FleetUnavailable, IdempotencyConflict, QueueFull
 from shared.commands import Generate
 from shared.events import Delta, Event, Failed, Finished, Queued, Snapshot, Started
+from shared.holes import HOLE
 from shared.keys import model_of
 from shared.telemetry import note
 from shared.tracing import Tracing, Untraced, asked, span_name
@@ -101,7 +102,8 @@ class Relay:
         )
         if span is not None:
             events = spanned(events, span)
-        subject = Subject(command.id, command.model, len(command.prompt), terms.block_length)
+        given = sum(token != HOLE for token in command.template or ())
+        subject = Subject(command.id, command.model, len(command.prompt) + given, terms.block_length)
         return self._follow(subject, events, receive, terms)
 
     def resume(self, subject: Subject, receive: Receive | None) -> "Follow":

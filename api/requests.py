@@ -10,6 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from api.catalog import ServedModel
 from api.errors import ApiError, invalid, path_of, unsupported
+from api.infill import Fill
 from api.penalties import edits_of
 from api.schemas import MOST_CHOICES, DiffusionOptions, GenerationBody, Preset
 from shared.card import ModelCard
@@ -49,6 +50,7 @@ def to_generate(
     prompt_field: str,
     call: Call,
     constraint: Constraint | None = None,
+    fill: Fill | None = None,
 ) -> list[Generate]:
     """Return the commands, one for each choice of each prompt, in the order of their indexes.
 
@@ -62,11 +64,17 @@ def to_generate(
         )
     options = body.diffusion or DiffusionOptions()
     _check_options(options)
+    if options.template is not None and fill is None:
+        raise unsupported("diffusion.template")
+    if fill is not None and constraint is not None:
+        raise invalid(fill.field, f"{fill.field} cannot be combined with a schema, a grammar or tools")
     seed = _seed(body, call)
     commands: list[Generate] = []
     for prompt in prompts:
         first = _command(body, options, prompt, model, prompt_field, call)
         first = first.model_copy(update={"constraint": constraint})
+        if fill is not None:
+            first = fill.shape(first, model.card)
         for choice in range(body.choices):
             index = len(commands)
             chosen = first.sampling.model_copy(update={"seed": derived_seed(seed, choice)})

@@ -6,6 +6,7 @@ whose effect nobody would deliver (`REFUSED`), is an error that names it.
 """
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import orjson
@@ -165,6 +166,47 @@ class StrictBody(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 
 
+class HoleOption(BaseModel):
+    """A place in a template that the model fills."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    hole: str = Field(min_length=1, max_length=64, description="Its name.")
+    max_tokens: int = Field(default=16, ge=1, le=4096)
+
+
+def _check_template(value: object) -> object:
+    if not isinstance(value, list):
+        raise PydanticCustomError("template", "must be a list of texts and holes")
+    pieces = [piece if isinstance(piece, str) else _check_hole(piece, index) for index, piece in enumerate(value)]
+    names = [piece.hole for piece in pieces if isinstance(piece, HoleOption)]
+    if not names or len(set(names)) < len(names):
+        raise PydanticCustomError("template", "must have one hole at least, each with a name of its own")
+    for before, after in pairwise(pieces):
+        if isinstance(before, HoleOption) and not (isinstance(after, str) and after):
+            raise PydanticCustomError("template", "must have text between two holes")
+    return pieces
+
+
+def _check_hole(value: object, index: int) -> HoleOption:
+    try:
+        return HoleOption.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        where = ".".join(map(str, (index, *first["loc"])))
+        raise PydanticCustomError("template", "{where}: {told}", {"where": where, "told": first["msg"]}) from None
+
+
+Template = Annotated[
+    list[str | HoleOption],
+    BeforeValidator(_check_template),
+    Field(max_length=256),
+    WithJsonSchema(
+        {"type": "array", "items": {"anyOf": [{"type": "string"}, HoleOption.model_json_schema()]}, "maxItems": 256}
+    ),
+]
+
+
 class DiffusionOptions(BaseModel):
     """How the canvas is decoded. What is unset is the model's own default."""
 
@@ -220,6 +262,11 @@ class DiffusionOptions(BaseModel):
         ge=1,
         lt=MS_LIMIT,
         description="Answer with what there is by then, counted from the submit: one last forward fills the block.",
+    )
+    template: Template | None = Field(
+        default=None,
+        description="What stands behind the prompt: texts, which come back as they are, and holes "
+        '({"hole": name, "max_tokens": n}), which are filled together. On chats and completions.',
     )
     report: bool | None = Field(default=None, description="Add `diffusion` with costs and times to the answer.")
 
@@ -387,11 +434,16 @@ class ChatMessage(StrictBody):
 
 
 class CompletionBody(GenerationBody):
-    delivers = STRUCTURED | {"n", "echo", "logprobs"}
+    delivers = STRUCTURED | {"n", "echo", "logprobs", "suffix"}
 
     prompt: Prompts = Field(description="Text, token ids, or a list of either; not put into a chat template.")
     n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
     echo: bool | None = Field(default=None, description="Put the prompt before its answers.")
+    suffix: str | None = Field(
+        default=None,
+        max_length=1_000_000,
+        description="What stands behind the answer, which is decided with it in view.",
+    )
     logprobs: int | None = Field(
         default=None,
         ge=0,

@@ -16,6 +16,7 @@ from api.catalog import Catalog, ServedModel
 from api.choices import finish_fields, report_fields, usage_fields
 from api.deps import ServicesDep, json_body
 from api.frames import Frames
+from api.infill import Fill, FillWriter, fill_of
 from api.logprobs import LogprobWriter
 from api.openapi import STREAM_RESPONSES, request_body
 from api.requests import Call, to_generate
@@ -58,6 +59,13 @@ class ChatPlan:
     body: ChatBody
     model: ServedModel
     commands: list[Generate]
+    fill: Fill | None = None
+
+    @property
+    def writers(self) -> list[FillWriter]:
+        if self.fill is None:
+            return []
+        return [self.fill.writer(command, self.model, self.body.stop or ()) for command in self.commands]
 
     @property
     def calls_tools(self) -> bool:
@@ -70,15 +78,19 @@ async def plan_chat(body: ChatBody, catalog: Catalog, call: Call) -> ChatPlan:
     constraint = await constraint_of(body, model.card)
     messages = [message.for_template() for message in body.messages]
     prompt = await model.encode_chat(messages, tools=shown(body.tools, body.tool_choice))
-    return ChatPlan(body, model, to_generate(body, [prompt], model, "messages", call, constraint))
+    fill = await fill_of(body, model)
+    return ChatPlan(body, model, to_generate(body, [prompt], model, "messages", call, constraint, fill), fill)
 
 
 async def answer_chat(plan: ChatPlan, bundle: Bundle) -> dict[str, object]:
     """Read to the end, and return the whole answer; raises as `Bundle`."""
+    bundle.writers = plan.writers
     transcripts = await bundle.read_to_end()
     content = _head(plan) | {
         "object": "chat.completion",
-        "choices": [_choice(plan, index, transcript) for index, transcript in enumerate(transcripts)],
+        "choices": [
+            _choice(plan, index, transcript, bundle.told(index)) for index, transcript in enumerate(transcripts)
+        ],
         "usage": usage_fields(bundle.follows, transcripts, plan.body.choices),
         "service_tier": "default",
     }
@@ -87,10 +99,12 @@ async def answer_chat(plan: ChatPlan, bundle: Bundle) -> dict[str, object]:
     return content
 
 
-def _choice(plan: ChatPlan, index: int, transcript: Transcript) -> dict[str, object]:
+def _choice(
+    plan: ChatPlan, index: int, transcript: Transcript, told: Mapping[str, object] | None = None
+) -> dict[str, object]:
     assert transcript.end is not None, "a bundle that was read to its end has seen every end"
     message: dict[str, object] = {"role": "assistant", "content": transcript.text, "refusal": None}
-    finish = finish_fields(transcript.end)
+    finish = finish_fields(transcript.end, told)
     if plan.calls_tools:
         teller = CallTeller(plan.commands[index].id)
         message |= teller.message(transcript.text)
@@ -104,6 +118,7 @@ def _choice(plan: ChatPlan, index: int, transcript: Transcript) -> dict[str, obj
 
 async def stream_chat(plan: ChatPlan, bundle: Bundle) -> AsyncGenerator[bytes]:
     """Yield the chunks; raises as `Bundle`."""
+    bundle.writers = plan.writers
     options = plan.body.stream_options or StreamOptions()
     include_usage, every_usage = bool(options.include_usage), bool(options.continuous_usage_stats)
     transcripts = [Transcript.of(follow) for follow in bundle.follows]
@@ -150,7 +165,7 @@ async def stream_chat(plan: ChatPlan, bundle: Bundle) -> AsyncGenerator[bytes]:
                 told = {}
                 if plan.body.logprobs and (tokens := writers[index].of_end(event)):
                     told = {"logprobs": writers[index].chat(tokens)}
-                finish = finish_fields(event)
+                finish = finish_fields(event, bundle.told(index))
                 if teller is not None:
                     if delta := teller.end():
                         yield chunk([_delta(index, **delta)])

@@ -16,6 +16,7 @@ from api.choices import finish_fields, report_fields, usage_fields
 from api.deps import ServicesDep, json_body
 from api.errors import ApiError
 from api.frames import Frames
+from api.infill import Fill, FillWriter, fill_of
 from api.logprobs import LogprobWriter
 from api.openapi import STREAM_RESPONSES, request_body
 from api.requests import Call, to_generate
@@ -30,6 +31,7 @@ from shared.telemetry import note
 router = APIRouter(tags=["openai"])
 
 
+@router.post("/v1/fim/completions", openapi_extra=request_body(CompletionBody), responses=STREAM_RESPONSES, name="fim")
 @router.post("/v1/completions", openapi_extra=request_body(CompletionBody), responses=STREAM_RESPONSES)
 async def completions(
     body: Annotated[CompletionBody, Depends(json_body(CompletionBody))], request: Request, services: ServicesDep
@@ -55,6 +57,13 @@ class CompletionPlan:
     commands: list[Generate]
     echoes: Sequence[str]
     """What stands before each choice: the text of its prompt, if that was asked for."""
+    fill: Fill | None = None
+
+    @property
+    def writers(self) -> list[FillWriter]:
+        if self.fill is None:
+            return []
+        return [self.fill.writer(command, self.model, self.body.stop or ()) for command in self.commands]
 
 
 async def plan_completion(body: CompletionBody, catalog: Catalog, call: Call) -> CompletionPlan:
@@ -65,14 +74,16 @@ async def plan_completion(body: CompletionBody, catalog: Catalog, call: Call) ->
     given = cast(list[str | list[int]], body.prompt)
     prompts = [await model.encode(prompt) if isinstance(prompt, str) else prompt for prompt in given]
     constraint = await constraint_of(body, model.card)
-    commands = to_generate(body, prompts, model, "prompt", call, constraint)
+    fill = await fill_of(body, model)
+    commands = to_generate(body, prompts, model, "prompt", call, constraint, fill)
     texts = [prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt) for prompt in given]
     echoes = [text if body.echo else "" for text in texts for _ in range(body.choices)]
-    return CompletionPlan(body, model, commands, echoes)
+    return CompletionPlan(body, model, commands, echoes, fill)
 
 
 async def answer_completion(plan: CompletionPlan, bundle: Bundle) -> dict[str, object]:
     """Read to the end, and return the whole answer; raises as `Bundle`."""
+    bundle.writers = plan.writers
     transcripts = await bundle.read_to_end()
     choices: list[dict[str, object]] = []
     for index, (echo, transcript) in enumerate(zip(plan.echoes, transcripts, strict=True)):
@@ -81,7 +92,9 @@ async def answer_completion(plan: CompletionPlan, bundle: Bundle) -> dict[str, o
         if plan.body.logprobs is not None:
             writer = LogprobWriter(plan.model.tokenizer)
             told = {"logprobs": writer.completion(writer.of_answer(transcript.deltas, transcript.end))}
-        choices.append(_choice(index, echo + transcript.text) | told | finish_fields(transcript.end))
+        choices.append(
+            _choice(index, echo + transcript.text) | told | finish_fields(transcript.end, bundle.told(index))
+        )
     usage = usage_fields(bundle.follows, transcripts, plan.body.choices)
     content = _head(plan) | {"choices": choices, "usage": usage}
     if plan.body.diffusion and plan.body.diffusion.report:
@@ -91,6 +104,7 @@ async def answer_completion(plan: CompletionPlan, bundle: Bundle) -> dict[str, o
 
 async def stream_completion(plan: CompletionPlan, bundle: Bundle) -> AsyncGenerator[bytes]:
     """Yield the chunks; raises as `Bundle`."""
+    bundle.writers = plan.writers
     options = plan.body.stream_options or StreamOptions()
     include_usage, every_usage = bool(options.include_usage), bool(options.continuous_usage_stats)
     transcripts = [Transcript.of(follow) for follow in bundle.follows]
@@ -132,7 +146,7 @@ async def stream_completion(plan: CompletionPlan, bundle: Bundle) -> AsyncGenera
                 told = {}
                 if plan.body.logprobs is not None and (tokens := writers[index].of_end(event)):
                     told = {"logprobs": writers[index].completion(tokens)}
-                yield chunk([_choice(index, "") | told | finish_fields(event)])
+                yield chunk([_choice(index, "") | told | finish_fields(event, bundle.told(index))])
             case _:
                 assert_never(event)
     if include_usage:

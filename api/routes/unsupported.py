@@ -30,7 +30,7 @@ _FAMILIES = (
     "vector_stores",
     "videos",
 )
-_INFILL = ("/v1/fim/completions", "/v1/edit/completions", "/infill")
+_INFILL = ("/v1/edit/completions", "/infill")
 
 
 async def unsupported() -> Response:
@@ -39,7 +39,7 @@ async def unsupported() -> Response:
 
 
 async def infill() -> Response:
-    message = "infilling is not served yet; /v1/completions continues a prompt"
+    message = "text is filled in by /v1/completions with suffix, or with diffusion.template"
     raise ApiError(404, "unsupported_endpoint", message, "suffix")
 
 

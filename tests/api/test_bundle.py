@@ -144,7 +144,7 @@ async def test_presets_stand_for_options_and_what_is_set_wins(
 
 
 async def test_unserved_routes_say_so_and_slashes_are_forgiven(caller: Caller) -> None:
-    for path in ("/v1/images/generations", "/v1/fim/completions", "/v1/audio/speech"):
+    for path in ("/v1/images/generations", "/v1/edit/completions", "/v1/audio/speech"):
         response = await caller.post(path, {"input": "x"})
         assert (response.status, response.error["code"]) == (404, "unsupported_endpoint")
     assert (await caller.post(CHAT + "/", {"messages": HI})).status == 200

@@ -143,9 +143,17 @@ def test_c08_completions_take_every_kind_of_prompt(client: OpenAI, http: httpx.C
         assert response.status_code == 400 and response.json()["error"]["param"].startswith(next(iter(wrong)))
 
 
-@pytest.mark.xfail(strict=True, reason="infilling: suffix is refused until workers fill holes")
 def test_c08_a_suffix_is_filled_up_to(client: OpenAI) -> None:
-    assert client.completions.create(model=MODEL, prompt="def f(", suffix="return x", max_tokens=8).choices[0].text
+    options: Any = {"model": MODEL, "prompt": "Once upon a time a rabbit", "max_tokens": 12, "seed": 1}
+    answer = client.completions.create(suffix=" and they all went home.", **options)
+    (choice,) = answer.choices
+    assert choice.text and choice.finish_reason in ("stop", "length")
+    assert answer.usage and answer.usage.completion_tokens <= 12
+    streamed = list(client.completions.create(suffix=" and they all went home.", stream=True, **options))
+    assert "".join(chunk.choices[0].text for chunk in streamed) == choice.text
+    echoed = client.completions.create(suffix=" and they all went home.", echo=True, **options).choices[0].text
+    assert echoed == options["prompt"] + choice.text
+    assert client.completions.create(suffix=" They swam in the sea.", **options).choices[0].text != choice.text
 
 
 def test_c08_completions_have_logprobs(client: OpenAI) -> None:
@@ -220,7 +228,7 @@ def test_c12_every_error_has_openais_shape(http: httpx.Client) -> None:
         (http.get("/v1/files", params={"limit": "many"}), 400),
         (http.get("/v1/batches", params={"limit": 0}), 400),
         (http.post("/v1/embeddings", json={"input": []}), 400),
-        (http.post("/v1/fim/completions", json={"prompt": "x"}), 404),
+        (http.post("/v1/edit/completions", json={"prompt": "x"}), 404),
     ]
     for response, status in cases:
         assert response.status_code == status, response.text

@@ -79,11 +79,32 @@ def test_c40_less_detail_and_mercurys_way(client: OpenAI, http: httpx.Client) ->
         assert helper.get_final_response().output_text
 
 
-@pytest.mark.xfail(strict=True, reason="infilling: templates with holes are refused until workers fill holes")
-def test_c41_a_template_is_filled(http: httpx.Client) -> None:
-    template = ["Hello ", {"hole": "name", "max_tokens": 4}, "!"]
-    response = http.post("/v1/completions", json={"model": MODEL, "prompt": "x", "diffusion": {"template": template}})
-    assert response.status_code == 200
+def test_c41_a_template_is_filled(client: OpenAI, http: httpx.Client) -> None:
+    template = [
+        "Name:\r\n ",
+        {"hole": "name", "max_tokens": 4},
+        "!  é🎉\u200d ",
+        {"hole": "rest", "max_tokens": 7},
+        "\tend",
+    ]
+    options = {"diffusion": {"template": template, "report": True}}
+    for path, body in (("/v1/completions", {"prompt": "x"}), (CHAT, {"messages": ASK})):
+        answer = http.post(path, json={"model": MODEL, "seed": 1} | body | options).json()
+        (choice,) = answer["choices"]
+        text = choice["text"] if "text" in choice else choice["message"]["content"]
+        holes = choice["diffusion"]["holes"]
+        assert text == "Name:\r\n " + holes["name"] + "!  é🎉\u200d " + holes["rest"] + "\tend"
+        assert choice["finish_reason"] == "stop"
+        assert answer["usage"]["completion_tokens"] <= 11 and answer["usage"]["nfe"] <= 11
+        assert all(
+            len(http.post("/tokenize", json={"model": MODEL, "prompt": hole}).json()["tokens"]) <= 7
+            for hole in holes.values()
+        )
+    with client.chat.completions.stream(model=MODEL, messages=ASK, seed=1, extra_body=options) as helper:
+        assert helper.get_final_completion().choices[0].message.content == text
+    fim = {"model": MODEL, "prompt": "Once upon a time", "suffix": " the end.", "max_tokens": 8, "seed": 1}
+    answers = [http.post(path, json=fim).json()["choices"] for path in ("/v1/completions", "/v1/fim/completions")]
+    assert answers[0] == answers[1] and answers[0][0]["text"]
 
 
 @pytest.mark.xfail(strict=True, reason="prediction: no canvas is seeded yet, and no tokens are counted as accepted")
