@@ -214,6 +214,46 @@ class Renoise(_Decoding):
     filler_rules: bool = Field(default=False, description="Not used: nothing on a canvas is decided before all of it.")
 
 
+class MultiBlock(_Decoding):
+    """Decide several blocks of a request at once, each seeing those before it as they are (D2F, Diffulex).
+
+    In each block: all masks with confidence > tau_acc. Where there is none, the best one, if the block is fully
+    activated: the first one of the window, or one behind a block of which at least tau_semi is decided. Before the
+    next forward the window gets one more block if at least tau_add of its last one is decided.
+    """
+
+    strategy: Literal["multi_block"] = "multi_block"
+    tau_add: float = Field(default=0.1, gt=0.0, le=1.0)
+    tau_semi: float = Field(default=0.9, ge=0.0, le=1.0)
+    tau_acc: float = Field(default=0.9, ge=0.0, le=1.0)
+    max_blocks: int = Field(default=4, ge=1, le=64, description="Blocks in the window at most.")
+
+
+class StreamingWindow(_Decoding):
+    """A window of one block's length that slides over the text: its decided front is committed at once (WeDLM).
+
+    Accepts all masks with entropy + position_penalty * distance < bound, and always the lowest; the distance is that
+    from the window's first mask, in tokens.
+    """
+
+    strategy: Literal["streaming_window"] = "streaming_window"
+    bound: float = Field(default=0.4, gt=0.0)
+    position_penalty: float = Field(default=0.02, ge=0.0)
+
+
+class LinearSpeculation(_Decoding):
+    """Draft a block by diffusion, check it by one causal forward: the tokens of causal decoding (Nemotron)."""
+
+    strategy: Literal["linear_speculation"] = "linear_speculation"
+    threshold: float | None = Field(
+        default=None,
+        ge=0.0,
+        le=1.0,
+        description="Confidence >= threshold, or the best, is drafted in a forward; unset: the whole block in one.",
+    )
+    filler_rules: bool = Field(default=False, description="Not used: the order in which drafts come does not matter.")
+
+
 Decoding = Annotated[
     Threshold
     | Factor
@@ -230,6 +270,9 @@ Decoding = Annotated[
     | Entropy
     | SubBlock
     | JointThreshold
-    | Renoise,
+    | Renoise
+    | MultiBlock
+    | StreamingWindow
+    | LinearSpeculation,
     Field(discriminator="strategy"),
 ]

@@ -236,7 +236,7 @@ class Runner:
         view = BlockView(
             masked=looked_at & ~editable,
             step=self._integers([canvas.step for canvas in members]),
-            length=self._integers([len(canvas.masked) for canvas in members]),
+            length=self._integers([canvas.block_length or len(canvas.masked) for canvas in members]),
             seed=self._integers([canvas.sampling.seed for canvas in members]),
             start=self._integers([canvas.start for canvas in members]),
             editable=editable,

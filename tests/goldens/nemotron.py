@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from shared.commands import Generate, Limits, Sampling
-from shared.decoding import Decoding, LowConfidenceStatic, Threshold
+from shared.decoding import Decoding, LinearSpeculation, LowConfidenceStatic, Threshold
 from tests.goldens.folder import Entry, GoldenFolder
 from tests.goldens.passes import Pass
 from tests.goldens.runs import Run
@@ -13,11 +13,7 @@ from worker.models.spec import Attention, Commit
 
 
 def to_runs(folder: GoldenFolder, entry: Entry) -> list[Run]:
-    """Return the entry's run.
-
-    Linear speculation gives the greedy causal continuation by construction, so its tokens are held against plain
-    causal decoding, one token a forward.
-    """
+    """Return the entry's run; for linear speculation also that of plain causal decoding, whose tokens it gives."""
     args, output = entry["args"], entry["output"]
     stop = args["eos_token_id"]
     end = output.index(stop) if stop in output else len(output)
@@ -36,7 +32,18 @@ def to_runs(folder: GoldenFolder, entry: Entry) -> list[Run]:
         decoding=_decoding(args.get("threshold")),
         block_length=1 if speculative else args["block_length"],
     )
-    return [Run(request, output[:end], len(output) if speculative else _nfe(entry), facts=facts)]
+    if not speculative:
+        return [Run(request, output[:end], _nfe(entry), facts=facts)]
+    drafts = {
+        "decoding": LinearSpeculation(threshold=args.get("threshold")),
+        "block_length": args["block_length"],
+    }
+    # The reference keeps what its last check brings beyond the limit.
+    tokens = output[: min(end, args["max_new_tokens"])]
+    return [
+        Run(request.model_copy(update=drafts), tokens, entry["nfe"]),
+        Run(request, tokens, len(tokens), facts=facts),
+    ]
 
 
 def _decoding(threshold: float | None) -> Decoding:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shared.commands import Generate
-from shared.decoding import Threshold
+from shared.decoding import MultiBlock, Threshold
 from worker.engine.plan import Canvas, Plan
 from worker.engine.ports import Decision
 from worker.models.spec import Attention, ModelSpec
@@ -66,6 +66,8 @@ def accept(
     masked = [index for index, undecided in enumerate(canvas.masked) if undecided]
     if canvas.last:
         return list(canvas.masked)
+    if isinstance(canvas.decoding, MultiBlock):
+        return accept_blocks(canvas.masked, proposals, canvas.decoding, canvas.block_length, filler)
     assert isinstance(canvas.decoding, Threshold)
 
     def rank(index: int) -> float:
@@ -75,6 +77,30 @@ def accept(
     best = max(masked, key=lambda index: (rank(index), -index))
     taken = {index for index in masked if rank(index) >= canvas.decoding.threshold} | {best}
     return [index in taken for index in range(len(canvas.masked))]
+
+
+def accept_blocks(
+    masked: Sequence[bool],
+    proposals: Sequence[tuple[int, float]],
+    rule: MultiBlock,
+    block: int,
+    filler: frozenset[int] = frozenset((FILLER,)),
+) -> list[bool]:
+    """The rule for several blocks, written for one row from its sentence."""
+    accepted = [False] * len(masked)
+    decided_before = block
+    for start in range(0, len(masked), block):
+        undecided = [i for i in range(start, min(start + block, len(masked))) if masked[i]]
+        others = [i for i in undecided if proposals[i][0] not in filler] if rule.filler_rules else undecided
+        turn = others or undecided
+        sure = [i for i in turn if proposals[i][1] > rule.tau_acc]
+        fully_activated = start == 0 or decided_before >= rule.tau_semi * block
+        if turn and not sure and fully_activated:
+            sure = [max(turn, key=lambda i: (proposals[i][1], -i))]
+        for i in sure:
+            accepted[i] = True
+        decided_before = block - len(undecided)
+    return accepted
 
 
 @dataclass

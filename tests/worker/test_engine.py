@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.commands import Generate, Limits, Preview, Sampling
-from shared.decoding import Threshold
+from shared.decoding import Decoding, Threshold
 from shared.events import Delta, Event, Failed, Finished, Snapshot, is_terminal
 from shared.keys import new_request_id
-from tests.worker.paper_model import FILLER, MASK, STOP, VOCAB, PaperForward, decode_alone, paper_spec
+from tests.worker.paper_model import FILLER, MASK, STOP, VOCAB, Answer, PaperForward, decode_alone, paper_spec
 from worker.engine.engine import Engine
 from worker.engine.plan import Plan
 from worker.engine.ports import Arrival, Decision, DeviceFull, Inbox, Outbox, Resume
@@ -95,7 +95,7 @@ def ask(
     *,
     seed: int = 0,
     block_length: int | None = None,
-    decoding: Threshold | None = None,
+    decoding: Decoding | None = None,
     preview: Preview | None = None,
     **limits: Any,
 ) -> Generate:
@@ -111,9 +111,9 @@ def ask(
     )
 
 
-def check(bench: Bench, request: Generate) -> None:
+def check(bench: Bench, request: Generate, answer: Answer | None = None) -> None:
     """The events of a finished request say what the oracle says, gapless and in order."""
-    answer = decode_alone(request, bench.spec)
+    answer = answer or decode_alone(request, bench.spec)
     end = bench.end(request)
     assert isinstance(end, Finished)
     assert bench.tokens(request) == answer.tokens

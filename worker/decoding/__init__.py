@@ -14,13 +14,16 @@ from shared.decoding import (
     EntropyBounded,
     Factor,
     JointThreshold,
+    LinearSpeculation,
     LowConfidenceDynamic,
     LowConfidenceStatic,
     MaskgitPlus,
+    MultiBlock,
     Origin,
     RandomOrder,
     Renoise,
     Sequential,
+    StreamingWindow,
     SubBlock,
     Threshold,
     ThresholdQuota,
@@ -33,8 +36,10 @@ from worker.decoding import (
     factor,
     joint_threshold,
     low_confidence,
+    multi_block,
     random_order,
     sequential,
+    streaming_window,
     sub_block,
     threshold,
     threshold_quota,
@@ -48,7 +53,7 @@ Record = TypeVar("Record", TokenStats, BlockView)
 
 def needs_entropy(decodings: ReadOnly[Decoding]) -> bool:
     """Tell whether a strategy reads `TokenStats.entropy`."""
-    return any(isinstance(decoding, EntropyBounded | Entropy) for decoding in decodings)
+    return any(isinstance(decoding, EntropyBounded | Entropy | StreamingWindow) for decoding in decodings)
 
 
 def needs_margin(decodings: ReadOnly[Decoding]) -> bool:
@@ -72,8 +77,9 @@ def decide(
     confidence.
     """
     masked = view.masked
-    view = _without_filler(stats, view, decodings, filler_ids)
-    accepted = _by_strategy(stats, view, decodings, draw)
+    filler = _filler(stats, decodings, filler_ids)
+    view = _without_filler(view, decodings, filler)
+    accepted = _by_strategy(stats, view, filler, decodings, draw)
     stuck = ~(accepted & masked).any(-1, keepdim=True)
     if any(isinstance(decoding, Timed) for decoding in decodings):
         hurried = [not isinstance(decoding, Timed) for decoding in decodings]
@@ -84,32 +90,40 @@ def decide(
     return accepted & (masked | view.editable)
 
 
-def _without_filler(
-    stats: TokenStats, view: BlockView, decodings: ReadOnly[Decoding], filler_ids: Tensor | None
-) -> BlockView:
+def _filler(stats: TokenStats, decodings: ReadOnly[Decoding], filler_ids: Tensor | None) -> Tensor:
+    """Return [rows, block] bool: positions that propose filler, in rows with filler rules."""
     # Left to right has no turns to give away: its order is the text's.
     ruled = [decoding.filler_rules and not isinstance(decoding, Sequential) for decoding in decodings]
     if filler_ids is None or not filler_ids.numel() or not any(ruled):
-        return view
-    rows = torch.tensor(ruled, device=view.masked.device)
-    others = view.masked & ~(torch.isin(stats.token, filler_ids) & rows[:, None])
+        return torch.zeros_like(stats.token, dtype=torch.bool)
+    return torch.isin(stats.token, filler_ids) & torch.tensor(ruled, device=stats.token.device)[:, None]
+
+
+def _without_filler(view: BlockView, decodings: ReadOnly[Decoding], filler: Tensor) -> BlockView:
+    # Several blocks give away turns each for itself.
+    alone = [not isinstance(decoding, MultiBlock) for decoding in decodings]
+    if not all(alone):
+        filler = filler & torch.tensor(alone, device=filler.device)[:, None]
+    others = view.masked & ~filler
     masked = torch.where(others.any(-1, keepdim=True), others, view.masked)
     # Schedules divide what was there at first, of which the hidden ones are no part yet.
     hidden = view.masked.sum(-1) - masked.sum(-1)
     return replace(view, masked=masked, undecided_at_first=view.undecided_at_first - hidden)
 
 
-def _by_strategy(stats: TokenStats, view: BlockView, decodings: ReadOnly[Decoding], draw: Draw) -> Tensor:
+def _by_strategy(
+    stats: TokenStats, view: BlockView, filler: Tensor, decodings: ReadOnly[Decoding], draw: Draw
+) -> Tensor:
     groups: dict[type[Decoding], list[int]] = {}
     for row, decoding in enumerate(decodings):
         groups.setdefault(type(decoding), []).append(row)
     if len(groups) == 1:
-        return _accept(stats, view, decodings, draw)
+        return _accept(stats, view, filler, decodings, draw)
     accepted = torch.zeros_like(view.masked)
     for rows in groups.values():
         index = torch.tensor(rows, device=view.masked.device)
         members = [decodings[row] for row in rows]
-        accepted[index] = _accept(_pick(stats, index), _pick(view, index), members, draw)
+        accepted[index] = _accept(_pick(stats, index), _pick(view, index), filler[index], members, draw)
     return accepted
 
 
@@ -118,7 +132,7 @@ def _pick(record: Record, index: Tensor) -> Record:
     return type(record)(*(getattr(record, field.name)[index] for field in fields(record)))
 
 
-def _accept(stats: TokenStats, view: BlockView, decodings: ReadOnly[Decoding], draw: Draw) -> Tensor:
+def _accept(stats: TokenStats, view: BlockView, filler: Tensor, decodings: ReadOnly[Decoding], draw: Draw) -> Tensor:
     """Apply one strategy; `decodings` are all of one kind."""
     device = view.masked.device
 
@@ -175,6 +189,18 @@ def _accept(stats: TokenStats, view: BlockView, decodings: ReadOnly[Decoding], d
                 column("editing_threshold", torch.float32),
                 column("num_to_transfer", torch.int64),
             )
+        case MultiBlock():
+            return multi_block.accept(
+                stats, view, column("tau_acc", torch.float32), column("tau_semi", torch.float64), filler
+            )
+        case StreamingWindow():
+            return streaming_window.accept(
+                stats, view, column("bound", torch.float32), column("position_penalty", torch.float32)
+            )
+        case LinearSpeculation():
+            # Without a threshold its canvases are the last of their kind, which accept everything.
+            thresholds = [getattr(decoding, "threshold", None) or 0.0 for decoding in decodings]
+            return threshold.accept(stats, view, torch.tensor(thresholds, dtype=torch.float32, device=device))
         case Renoise():
             raise ValueError("a canvas of noise has no masks to accept; see worker.decoding.renoise")
         case _:

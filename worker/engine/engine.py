@@ -9,6 +9,7 @@ from shared.decoding import Renoise
 from shared.events import Event, FailCode
 from worker.engine.embedding import Embedding
 from worker.engine.infill import refusal_of
+from worker.engine.kinds import decodes_by, kind_of
 from worker.engine.plan import Canvas, DeadEnd, Guard, Plan
 from worker.engine.ports import Arrival, Decision, DeviceFull, Forward, Inbox, Load, Outbox, Resume, TextDecoder
 from worker.engine.scheduler import BatchLimits, CacheShape, Scheduler
@@ -125,7 +126,7 @@ class Engine:
     def _arrive(self, arrival: Arrival, events: list[Event]) -> None:
         request = arrival.request
         text = self._make_text(request, arrival.resume)
-        kind = Embedding if request.embed else Sequence
+        kind = Embedding if request.embed else kind_of(self._spec, request)
         order = next(self._order)
         try:
             guard = None if request.embed else self._make_guard(request)
@@ -166,13 +167,16 @@ class Engine:
             return "too_long", message, "prompt"
         if spec.fixed_block_length and not request.embed and sequence.block_length != spec.block_length:
             return "unsupported", f"this model decodes blocks of {spec.block_length}", "block_length"
-        if isinstance(sequence.decoding, Renoise) != isinstance(spec.decoding, Renoise):
+        if not decodes_by(spec, sequence.decoding):
             return "unsupported", f"this model does not decode by {sequence.decoding.strategy}", "decoding"
         if sequence.guard is not None and isinstance(spec.decoding, Renoise):
             return "unsupported", "this model decides a whole canvas at once and cannot follow a grammar", "constraint"
         if request.cfg_scale > 0 and spec.commit is Commit.ENCODED:
             return "unsupported", "this model is not guided", "cfg_scale"
         if self._scheduler.block_too_long(sequence):
+            if sequence.widest > sequence.block_length:
+                message = f"{sequence.widest} tokens in a forward are more than this worker runs at once"
+                return "invalid_request", message, "decoding"
             largest = self._scheduler.limits.largest_block // sequence.copies
             if request.template is not None:
                 message = f"holes and the text behind them are one block of {sequence.block_length} tokens; this model "
@@ -233,16 +237,19 @@ class Engine:
             events.append(sequence.embedded())
 
     def _commit(self, sequence: Sequence, events: list[Event]) -> None:
-        ending = sequence.ending()
-        if ending == "stop_token" and sequence.guard is not None and not sequence.guard.accepts:
-            self._fail(sequence, "internal", "the text has ended before it was whole", events)
-            return
-        delta = sequence.commit(ending)
-        if delta is not None:
-            events.append(delta)
-        if ending is None:
-            sequence.enter_next_block()
-        else:
+        ending = None
+        while ending is None and sequence.complete:
+            ending = sequence.ending()
+            if ending == "stop_token" and sequence.guard is not None and not sequence.guard.accepts:
+                self._fail(sequence, "internal", "the text has ended before it was whole", events)
+                return
+            delta = sequence.commit(ending)
+            if delta is not None:
+                events.append(delta)
+            if ending is None:
+                # Which may be decided already, where several are under way.
+                sequence.enter_next_block()
+        if ending is not None:
             self._scheduler.remove(sequence)
             events.append(sequence.finished(ending))
 

@@ -132,6 +132,8 @@ class Canvas:
     """Token ids that may not be produced in this step, beyond the model's own."""
     limit: int = 0
     """First position that the request does not want, in this block or a later one."""
+    block_length: int = 0
+    """Where blocks end on a canvas of several; 0: it is one."""
     before: tuple[int, ...] = ()
     """Tokens of the block before; empty where there is none."""
     edits: tuple[Edit, ...] = ()

@@ -75,17 +75,19 @@ class Scheduler:
 
     def can_ever_fit(self, sequence: Sequence) -> bool:
         """True if a request, run to its limit, has pages when it is alone and budget beside a prefill's share."""
-        origin, block = sequence.origin, sequence.block_length
-        last_end = max(origin - (origin - sequence.limit) // block * block, sequence.reach)
-        if self.pool.pages_for(last_end) * sequence.copies > self.pool.num_pages:
+        if self.pool.pages_for(sequence.last_reach) * sequence.copies > self.pool.num_pages:
             return False
         # A window that cannot be cut may exceed the budget: it then runs alone.
         return not self.block_too_long(sequence)
 
     def block_too_long(self, sequence: Sequence) -> bool:
         """True if a request that is cut between steps has blocks that could not be planned beside others."""
+        budget, copies = self.limits.token_budget, sequence.copies
+        if 4 * sequence.widest * copies > 3 * budget and sequence.widest > sequence.block_length:
+            # It could not be cut, and never ran beside a prompt's share.
+            return True
         if sequence.window().divisible or (sequence.template and sequence.spec.commit is Commit.FUSED):
-            return 4 * sequence.block_length * sequence.copies > self.limits.token_budget
+            return 4 * sequence.block_length * copies > budget
         return False
 
     def plan(self, step: int) -> tuple[Plan, list[Sequence]]:
@@ -130,15 +132,15 @@ class Scheduler:
             if sequence not in self.running:
                 continue
             pages = self.pool.take(self._missing(sequence))
-            while pages is None and (victim := self._younger_at_boundary(sequence)) is not None:
+            while pages is None and (victim := self._younger_evictable(sequence)) is not None:
                 self._preempt(victim)
                 pages = self.pool.take(self._missing(sequence))
             if pages is not None:
                 sequence.pages.extend(pages)
 
-    def _younger_at_boundary(self, sequence: Sequence) -> Sequence | None:
+    def _younger_evictable(self, sequence: Sequence) -> Sequence | None:
         candidates = reversed(self.running[self.running.index(sequence) + 1 :])
-        return next((s for s in candidates if s.at_boundary and s.pages), None)
+        return next((s for s in candidates if s.evictable and s.pages), None)
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
@@ -164,7 +166,7 @@ class Scheduler:
 
     def _look_ahead(self) -> None:
         for sequence in self.running:
-            if sequence.copies > 1 or sequence.limit <= sequence.block_end:
+            if sequence.copies > 1 or sequence.limit <= sequence.canvas_end:
                 continue
             wanted = self.pool.pages_for(sequence.reach + sequence.block_length) - len(sequence.pages)
             # Nobody shall be preempted, or wait, for what may never be used.

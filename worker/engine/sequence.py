@@ -23,8 +23,9 @@ class Sequence:
     """Facts about one request.
 
     Positions are absolute: the prompt is [0, prompt_length), what is produced follows. The active block is
-    [block_start, block_end); it may begin with prompt tokens. What is undecided is told by `masked`, never by a token
-    being the mask id: a prompt may hold that id as text.
+    [block_start, block_end); it may begin with prompt tokens. What is being decided is [block_start, canvas_end): the
+    block, or more where a kind of sequence (`worker.engine.kinds`) works ahead. What is undecided is told by `masked`,
+    never by a token being the mask id: a prompt may hold that id as text.
     """
 
     request: Generate
@@ -166,12 +167,28 @@ class Sequence:
 
     @property
     def block_end(self) -> int:
+        """End of what the next commit publishes; decoding may be under way behind it."""
+        return self.canvas_end
+
+    @property
+    def canvas_end(self) -> int:
+        """End of what is being decided."""
         return self.block_start + len(self.masked)
 
     @property
     def reach(self) -> int:
         """First position that no forward of the active block touches: what its pages must hold."""
         return len(self.tokens)
+
+    @property
+    def last_reach(self) -> int:
+        """The furthest `reach` of a request that runs to its limit."""
+        return max(self.origin - (self.origin - self.limit) // self.block_length * self.block_length, self.reach)
+
+    @property
+    def widest(self) -> int:
+        """Positions that a forward which decides has at most, and cannot be cut to less."""
+        return self.block_length
 
     @property
     def copies(self) -> int:
@@ -184,9 +201,14 @@ class Sequence:
         return self.step == 0
 
     @property
+    def evictable(self) -> bool:
+        """Nothing is lost with its pages but the time to write them again."""
+        return self.at_boundary
+
+    @property
     def wanted_end(self) -> int:
-        """First position of the active block that nobody waits for."""
-        end = min(self.block_end, self.limit)
+        """First position of the canvas that nobody waits for."""
+        end = min(self.canvas_end, self.limit)
         if self.spent:
             # The last forward may have been one that only proposes the block's first token.
             end = min(end, self._known)
@@ -194,7 +216,7 @@ class Sequence:
 
     @property
     def wanted(self) -> tuple[bool, ...]:
-        """[block length]: undecided positions of the sub-block in turn that the request needs."""
+        """[canvas length]: undecided positions of the sub-block in turn that the request needs."""
         first, end = self.part
         first, end = first - self.block_start, min(end, self.wanted_end) - self.block_start
         return tuple(masked and first <= index < end for index, masked in enumerate(self.masked))
@@ -204,10 +226,10 @@ class Sequence:
         """The first sub-block with an undecided wanted position; the whole block where there are none."""
         length = self.decoding.sub_block_length if isinstance(self.decoding, SubBlock) else None
         if length is None or self._last:
-            return self.block_start, self.block_end
+            return self.block_start, self.canvas_end
         wanted = self.wanted_end - self.block_start
         first = next((index for index, masked in enumerate(self.masked[:wanted]) if masked), 0) // length * length
-        return self.block_start + first, min(self.block_start + first + length, self.block_end)
+        return self.block_start + first, min(self.block_start + first + length, self.canvas_end)
 
     @property
     def shareable_end(self) -> int:
@@ -234,7 +256,7 @@ class Sequence:
         """The active block is decided as far as it is needed."""
         if self.stop is not None and self.decoding.early_stop:
             return True
-        if any(self.wanted):
+        if any(self.wanted[: self.block_end - self.block_start]):
             return False
         if not isinstance(self.decoding, JointThreshold) or self.spent or self.hurried:
             return True
@@ -270,7 +292,7 @@ class Sequence:
         part = self.part
         block = Block(
             start=self.block_start,
-            end=self.block_end,
+            end=self.canvas_end,
             canvas_end=len(self.tokens),
             cached=self.cached,
             known=self._known,
@@ -389,7 +411,7 @@ class Sequence:
     def _guarded(self) -> Guarded | None:
         if self.guard is None:
             return None
-        block = zip(self.tokens[self.block_start : self.block_end], self.masked, strict=True)
+        block = zip(self.tokens[self.block_start : self.canvas_end], self.masked, strict=True)
         return Guarded(
             guard=self.guard,
             frontier=self.settled - self.block_start,
@@ -420,7 +442,7 @@ class Sequence:
     def _edits(self) -> tuple[Edit, ...]:
         if self.request.edits is None:
             return ()
-        decided = (self.tokens[p] for p in range(self.prompt_length, self.block_end) if not self._is_open(p))
+        decided = (self.tokens[p] for p in range(self.prompt_length, self.canvas_end) if not self._is_open(p))
         return edits_of(self.request.edits, self.request.prompt, decided)
 
     @property
@@ -502,7 +524,7 @@ class Sequence:
         self.closed = self.closed if stop is None else stop
         if self.closed is None or not self.spec.filler_ids:
             return
-        for position in range(self.closed + 1, self.block_end):
+        for position in range(self.closed + 1, self.canvas_end):
             self.tokens[position] = self.spec.filler_ids[0]
             self.masked[position - self.block_start] = False
 
@@ -556,6 +578,9 @@ class Sequence:
         if self.limit <= self.block_end:
             cut = self.limit < self.prompt_length + self.request.limits.max_tokens
             return "max_model_len" if cut else "max_tokens"
+        if self.block_end < self.canvas_end:
+            # What its last forward has filled behind the block follows.
+            return None
         if self.hurried:
             return "deadline"
         return "max_nfe" if self.spent else None
@@ -574,7 +599,7 @@ class Sequence:
         logprobs = None
         if self.request.logprobs is not None:
             logprobs = [self.logprobs.get(position, TokenLogprob(0.0)) for position in range(self.published, end)]
-            self.logprobs.clear()
+            self.logprobs = {position: found for position, found in self.logprobs.items() if position >= end}
         self.published = end
         block, self.block = self.block, self.block + 1
         if not token_ids and not text:
@@ -621,16 +646,16 @@ class Sequence:
         self.closed = None
 
     def evict(self) -> list[int]:
-        """Give up the pages at a block boundary and return them; the committed tokens will be prefilled again."""
-        if not self.at_boundary:
+        """Give up the pages and return them; the committed tokens will be prefilled again."""
+        if not self.evictable:
             raise RuntimeError(f"{self.id} is evicted in mid-block")
         pages, self.pages, self.cached, self.shared = self.pages, [], 0, 0
         return pages
 
     def snapshot(self) -> Snapshot:
-        """Return the canvas of the active block, produced positions only."""
-        start = max(self.block_start, self.prompt_length)
-        positions = range(start, min(self.block_end, self.limit))
+        """Return the canvas, produced positions only."""
+        start = max(self.block_start, self.published)
+        positions = range(start, min(self.canvas_end, self.limit))
         return Snapshot(
             id=self.id,
             after=self.seq,
