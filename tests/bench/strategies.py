@@ -122,8 +122,12 @@ def plot(figures: dict[str, Any], path: Path) -> None:
         [100 * row["accuracy"] for row in sweep],
         ".-",
         color="0.6",
-        label="threshold " + ", ".join(row["options"].split()[-1] for row in sweep),
+        label="threshold, from 0.99 to 0.3",
     )
+    for row in sweep:
+        if row["options"].split()[-1] in ("0.3", "0.5", "0.6", "0.7", "0.8"):
+            place = (row["tokens_per_forward"], 100 * row["accuracy"])
+            axes.annotate(row["options"].split()[-1], place, (5, 3), textcoords="offset points", fontsize=7)
     kinds = list(dict.fromkeys(row["strategy"] for row in figures["strategies"]))
     for number, kind in enumerate(kinds):
         rows = [row for row in figures["strategies"] if row["strategy"] == kind]

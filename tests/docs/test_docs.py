@@ -111,6 +111,23 @@ def test_the_runbook_has_every_alert() -> None:
     assert set(re.findall(r"^\| (Diffleet\w+)", (ROOT / "docs" / "operations.md").read_text(), re.M)) == alerts
 
 
+STRATEGIES = yaml.safe_load((ROOT / "docs" / "benchmarks" / "2026-11-28-strategies" / "figures.json").read_text())
+
+
+def sweep_of(threshold: str) -> dict[str, float]:
+    (row,) = (row for row in STRATEGIES["sweep"] if row["options"] == f"threshold {threshold}")
+    return row
+
+
+def test_the_table_of_strategies_is_that_of_the_run() -> None:
+    text = (ROOT / "docs" / "benchmarks" / "strategies.md").read_text()
+    assert f"{STRATEGIES['items']} held-out items of {STRATEGIES['tasks']} tasks" in text
+    for row in STRATEGIES["strategies"]:
+        score = f"{100 * row['accuracy']:.1f} % | {row['tokens_per_forward']:.2f}"
+        assert f"| `{row['strategy']}` | {row['options'] or 'as they come'} | {score} |" in text
+    assert len(re.findall(r"^\| 0\.", text, re.M)) == len(STRATEGIES["sweep"])
+
+
 def test_the_tuning_tables_are_those_of_the_evaluation() -> None:
     evaluation = yaml.safe_load((ROOT / "worker" / "demo" / "models" / "demo" / "eval.json").read_text())
     text = (ROOT / "docs" / "tuning.md").read_text()
@@ -119,5 +136,6 @@ def test_the_tuning_tables_are_those_of_the_evaluation() -> None:
     rows = {"by threshold, the model's own": overall["threshold"], "one position a step": overall["sequential"]}
     rows |= {name: evaluation["groups"][name]["threshold"] for name in re.findall(r"^\| (\w+) \| \d", text, re.M)}
     assert len(rows) > 5
+    rows |= {f"{float(name):g}": sweep_of(name) for name in re.findall(r"^\| (0\.\d+) \|", text, re.M)}
     for name, score in rows.items():
         assert f"| {name} | {100 * score['accuracy']:.1f} % | {score['tokens_per_forward']:.2f} |" in text
