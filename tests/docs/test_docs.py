@@ -1,5 +1,6 @@
 """Every command and program of the documentation, run against a live fleet; and its links."""
 
+import json
 import os
 import re
 import subprocess
@@ -126,6 +127,14 @@ def test_the_table_of_strategies_is_that_of_the_run() -> None:
         score = f"{100 * row['accuracy']:.1f} % | {row['tokens_per_forward']:.2f}"
         assert f"| `{row['strategy']}` | {row['options'] or 'as they come'} | {score} |" in text
     assert len(re.findall(r"^\| 0\.", text, re.M)) == len(STRATEGIES["sweep"])
+
+
+def test_every_golden_setting_is_in_the_table_and_equal() -> None:
+    text = (ROOT / "docs" / "goldens.md").read_text()
+    rows = dict(re.findall(r"^\| (\w+ \| \S+) \| \d+ \| (yes \| \d+ \| yes) \|", text, re.M))
+    for file in sorted((ROOT / "tests" / "goldens" / "data").glob("*/golden.json")):
+        for entry in json.loads(file.read_bytes())["generate"]:
+            assert f"{file.parent.name} | {entry['name']}" in rows
 
 
 def test_the_tuning_tables_are_those_of_the_evaluation() -> None:

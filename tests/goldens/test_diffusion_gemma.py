@@ -11,7 +11,7 @@ from kernels.attention import AttentionPlan, plan_attention
 from shared.commands import Generate, Limits, Sampling
 from shared.decoding import Renoise
 from tests.goldens.folder import Entry, GoldenFolder, find_folders
-from tests.goldens.test_goldens import LOGIT_TOLERANCE, NoText, run
+from tests.goldens.test_goldens import LOGIT_TOLERANCE, NoText, Record, record_answers, run, run_handed_over
 from worker.canvas_runner import CanvasModel, CanvasRunner
 from worker.engine.engine import Engine
 from worker.engine.plan import Plan, near_view
@@ -80,18 +80,23 @@ def expected(entry: Entry) -> tuple[list[int], int]:
 
 
 def make_engine(
-    folder: GoldenFolder, page_size: int, token_budget: int = 2048, seen: list[Plan] | None = None
+    folder: GoldenFolder,
+    page_size: int,
+    token_budget: int = 2048,
+    seen: list[Plan] | None = None,
+    num_pages: int | None = None,
 ) -> Engine:
     model = folder.model()
     spec = replace(model.spec, stop_token_ids=())
-    runner = CanvasRunner(model, 4096 // page_size, page_size, noise=Replay(folder))
+    num_pages = num_pages or 4096 // page_size
+    runner = CanvasRunner(model, num_pages, page_size, noise=Replay(folder))
 
     def forward(plan: Plan) -> Decision:
         if seen is not None:
             seen.append(plan)
         return runner(plan)
 
-    cache = CacheShape(page_size, 4096 // page_size)
+    cache = CacheShape(page_size, num_pages)
     return Engine(spec, cache, BatchLimits(64, token_budget), forward, lambda request, resume: NoText())
 
 
@@ -99,7 +104,7 @@ def make_engine(
 @pytest.mark.parametrize("conditioned", [False, True], ids=["first-step", "conditioned"])
 @torch.inference_mode()
 def test_a_canvas_behind_its_prompt_gives_the_references_logits(
-    folder: GoldenFolder, entry: Entry, conditioned: bool
+    folder: GoldenFolder, entry: Entry, conditioned: bool, record_property: Record
 ) -> None:
     model, arrays, name = folder.model(), folder.arrays(), entry["name"]
     module, page_size = model.module, 8
@@ -135,16 +140,21 @@ def test_a_canvas_behind_its_prompt_gives_the_references_logits(
     logits = canvas_model.logits(canvas_model.forward(torch.cat((prompt, canvas)), context))[first:]
 
     known = arrays[f"{name}.logits_{'' if conditioned else 'no_'}selfcond"][0]
-    assert (logits - known).abs().max() < LOGIT_TOLERANCE
+    error = (logits - known).abs().max()
+    record_property("error", error.item())
+    assert error < LOGIT_TOLERANCE
 
 
 @pytest.mark.parametrize(("folder", "entry"), GENERATE)
-def test_a_request_alone_gives_the_references_tokens_and_canvases(folder: GoldenFolder, entry: Entry) -> None:
+def test_a_request_alone_gives_the_references_tokens_and_canvases(
+    folder: GoldenFolder, entry: Entry, record_property: Record
+) -> None:
     seen = list[Plan]()
     request = to_request(folder, entry)
 
     result = run(make_engine(folder, 16, seen=seen), [[request]])[request.id]
 
+    record_answers(record_property, [result], [expected(entry)], entry["nfe"])
     assert result == expected(entry)
     canvases = [plan.rows[0] for plan in seen if plan.rows[0].canvas is not None]
     inputs = folder.arrays()[entry["decoder_inputs_key"]].tolist()
@@ -157,10 +167,49 @@ def test_a_request_alone_gives_the_references_tokens_and_canvases(folder: Golden
 
 @pytest.mark.parametrize("folder", [pytest.param(folder, id=folder.name) for folder in FOLDERS])
 @pytest.mark.parametrize("way", ["together", "one-a-step", "narrow"])
-def test_a_batch_gives_the_tokens_of_each_alone(folder: GoldenFolder, way: str) -> None:
+def test_a_batch_of_runs_gives_the_tokens_of_each_alone(folder: GoldenFolder, way: str) -> None:
     requests = [to_request(folder, entry) for entry in folder.generate]
     arrivals = [[request] for request in requests] if way == "one-a-step" else [requests]
 
     result = run(make_engine(folder, page_size=8, token_budget=64 if way == "narrow" else 2048), arrivals)
 
     assert result == {entry["name"]: expected(entry) for entry in folder.generate}
+
+
+BY_FOLDER = pytest.mark.parametrize("folder", [pytest.param(folder, id=folder.name) for folder in FOLDERS])
+
+
+@BY_FOLDER
+def test_a_text_that_is_written_already_gives_the_same_tokens(folder: GoldenFolder) -> None:
+    engine, requests = make_engine(folder, page_size=8), [to_request(folder, entry) for entry in folder.generate]
+    run(engine, [requests])
+
+    again = [request.model_copy(update={"id": f"{request.id}-again"}) for request in requests]
+    result = run(engine, [[request] for request in again])
+
+    assert result == {f"{entry['name']}-again": expected(entry) for entry in folder.generate}
+
+
+@BY_FOLDER
+def test_pages_for_little_more_than_the_longest_run_change_no_token(
+    folder: GoldenFolder, record_property: Record
+) -> None:
+    requests = [to_request(folder, entry) for entry in folder.generate]
+    # A canvas of 16 more than the longest: two pages.
+    longest = max(len(request.prompt) + request.limits.max_tokens for request in requests)
+    engine = make_engine(folder, page_size=8, num_pages=-(-longest // 8) + 2)
+
+    result = run(engine, [requests])
+
+    record_property("preemptions", engine.load().preemptions)
+    assert result == {entry["name"]: expected(entry) for entry in folder.generate}
+
+
+@BY_FOLDER
+@pytest.mark.parametrize("moment", [1, 9])
+def test_runs_that_are_handed_over_go_on_to_the_same_tokens(folder: GoldenFolder, moment: int) -> None:
+    requests = [to_request(folder, entry) for entry in folder.generate]
+
+    tokens = run_handed_over(make_engine(folder, 16), make_engine(folder, 16), requests, moment)
+
+    assert tokens == {entry["name"]: expected(entry)[0] for entry in folder.generate}
