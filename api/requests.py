@@ -20,7 +20,21 @@ from shared.decoding import Decoding
 from shared.keys import new_request_id, pick_partition
 
 _DECODING: TypeAdapter[Decoding] = TypeAdapter(Decoding)
-_DECODING_OPTIONS = ("threshold", "steps", "bound", "factor", "max_parallel", "fallback", "confidence", "filler_rules")
+_DECODING_OPTIONS = (
+    "threshold",
+    "steps",
+    "bound",
+    "factor",
+    "max_parallel",
+    "fallback",
+    "tau_add",
+    "tau_semi",
+    "tau_acc",
+    "max_blocks",
+    "position_penalty",
+    "confidence",
+    "filler_rules",
+)
 _REFUSED_OPTIONS: Mapping[str, tuple[object, ...]] = {"canvas_length": ()}
 """Options of `diffusion` that no worker acts on yet, and the values (besides null) that ask for nothing."""
 _FAST_THRESHOLD = 0.7

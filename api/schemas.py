@@ -30,6 +30,9 @@ Strategy = Literal[
     "maskgit_plus",
     "topk_margin",
     "entropy",
+    "multi_block",
+    "streaming_window",
+    "linear_speculation",
 ]
 StreamMode = Literal["block_append", "denoise"]
 Preset = Literal["fast", "balanced", "quality"]
@@ -218,12 +221,34 @@ class DiffusionOptions(BaseModel):
     )
     threshold: float | None = Field(default=None, ge=0.0, le=1.0)
     steps: int | None = Field(default=None, ge=1, lt=COUNT_LIMIT, description="Denoise steps of a block.")
-    bound: float | None = Field(default=None, gt=0.0, description="Entropy bound of `entropy_bounded`.")
+    bound: float | None = Field(
+        default=None, gt=0.0, description="Entropy bound of `entropy_bounded` and `streaming_window`."
+    )
     factor: float | None = Field(default=None, gt=0.0, le=1e6, description="Factor of `factor`.")
     max_parallel: int | None = Field(
         default=None, ge=1, lt=COUNT_LIMIT, description="Most positions that a step of `adaptive_parallel` accepts."
     )
     fallback: Literal["confidence", "leftmost"] | None = None
+    tau_add: float | None = Field(
+        default=None,
+        gt=0.0,
+        le=1.0,
+        description="`multi_block` begins the next block when this share of the last one is decided.",
+    )
+    tau_semi: float | None = Field(
+        default=None,
+        ge=0.0,
+        le=1.0,
+        description="Share of a block that must be decided before `multi_block` takes the best of the next one where "
+        "none is sure.",
+    )
+    tau_acc: float | None = Field(default=None, ge=0.0, le=1.0, description="How sure is sure for `multi_block`.")
+    max_blocks: int | None = Field(default=None, ge=1, le=64, description="Blocks that `multi_block` decides at once.")
+    position_penalty: float | None = Field(
+        default=None,
+        ge=0.0,
+        description="What `streaming_window` adds to an entropy for each token from the first undecided one.",
+    )
     confidence: Confidence | None = Field(
         default=None,
         description="What ranks positions: model, the model's own probabilities; tempered, those divided by the "

@@ -14,9 +14,14 @@ const HINTS = {
   maskgit_plus: "A share of what is left in each step, the surest first.",
   topk_margin: "A share of what is left, first where the best token leads the second by most.",
   entropy: "A share of what is left, lowest entropy first.",
+  multi_block: "Several blocks at once: all that is sure in each, and the next block begins before the last one ends.",
+  streaming_window: "A window that moves with the text (WeDLM): low entropy first, the farther away the lower.",
+  linear_speculation: "Diffusion drafts, causal decoding checks (Nemotron): the tokens of causal decoding.",
   entropy_bounded: "Accept by rising entropy while its sum stays below the bound.",
 };
-const STRATEGY_OPTIONS = ["threshold", "steps", "bound", "factor", "max_parallel"];
+const STRATEGY_OPTIONS = [
+  "threshold", "steps", "bound", "factor", "max_parallel", "tau_acc", "tau_add", "tau_semi", "max_blocks",
+];
 
 export class Knobs {
   constructor(fieldset, side) {

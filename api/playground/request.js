@@ -13,6 +13,9 @@ const APPLIES = {
   maskgit_plus: ["steps"],
   topk_margin: ["steps"],
   entropy: ["steps"],
+  multi_block: ["tau_acc", "tau_add", "tau_semi", "max_blocks"],
+  streaming_window: ["bound"],
+  linear_speculation: ["threshold"],
 };
 
 /** The options that a strategy has. */
@@ -22,9 +25,10 @@ export function optionsOf(strategy) {
 
 /** Path and body of a request. `knobs` holds only what was set. */
 export function requestOf(mode, messages, prompt, model, knobs) {
-  const { strategy, threshold, steps, bound, factor, max_parallel, block_length, max_nfe, ...flat } = knobs;
+  const { strategy, threshold, steps, bound, factor, max_parallel, tau_acc, tau_add, tau_semi, max_blocks, block_length, max_nfe, ...flat } = knobs;
   const diffusion = { stream: "frames", frame_detail: "full", frame_interval_ms: 0 };
-  const options = { strategy, threshold, steps, bound, factor, max_parallel, block_length, max_nfe };
+  const steered = { strategy, threshold, steps, bound, factor, max_parallel, tau_acc, tau_add, tau_semi, max_blocks };
+  const options = { ...steered, block_length, max_nfe };
   for (const [name, value] of Object.entries(options)) {
     if (value !== undefined) diffusion[name] = value;
   }

@@ -4,7 +4,15 @@ from typing import Any
 import pytest
 
 from shared.commands import Preview
-from shared.decoding import AdaptiveParallel, Factor, LowConfidenceStatic, RandomOrder, Threshold, TopkMargin
+from shared.decoding import (
+    AdaptiveParallel,
+    Factor,
+    LowConfidenceStatic,
+    MultiBlock,
+    RandomOrder,
+    Threshold,
+    TopkMargin,
+)
 from shared.events import Delta, Failed, Finished, Queued, Snapshot, Started, Usage
 from tests.api.scripted import CARD, Caller, ScriptedFleet, answer, steps
 from tests.shared.tokenizers_for_tests import byte_level
@@ -111,6 +119,7 @@ async def test_unseeded_requests_get_different_seeds_and_negative_ones_are_taken
         ({"strategy": "factor", "factor": 0.5}, Factor(factor=0.5)),
         ({"strategy": "topk_margin", "steps": 4}, TopkMargin(steps=4)),
         ({"strategy": "adaptive_parallel", "max_parallel": 4, "steps": 8}, AdaptiveParallel(max_parallel=4, steps=8)),
+        ({"strategy": "multi_block", "tau_add": 0.5, "max_blocks": 3}, MultiBlock(tau_add=0.5, max_blocks=3)),
         ({"confidence": "tempered"}, Threshold(threshold=0.8, confidence="tempered")),
         ({"remasking": "low_confidence", "steps": 2}, LowConfidenceStatic(steps=2)),
         ({"remasking": "random"}, RandomOrder()),

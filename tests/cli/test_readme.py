@@ -10,6 +10,7 @@ from typing import get_args
 
 import pytest
 
+from api.requests import _DECODING_OPTIONS  # pyright: ignore[reportPrivateUsage]
 from api.schemas import DiffusionOptions, Strategy
 from shared.cli.exits import Exit
 from shared.decoding import Decoding
@@ -84,13 +85,15 @@ def test_every_target_that_the_readme_names_exists() -> None:
 
 
 def test_the_table_of_strategies_is_what_the_api_takes() -> None:
-    own = ("threshold", "steps", "bound", "fallback")
+    own = [name for name in _DECODING_OPTIONS if name not in ("confidence", "filler_rules")]
     classes = {kind.model_fields["strategy"].default: kind for kind in get_args(get_args(Decoding)[0])}
     expected = {name: {option for option in own if option in classes[name].model_fields} for name in get_args(Strategy)}
     rows = re.search(r"\| strategy \|.*?\n\|---\|---\|\n(.*?)\n\n", README, re.S)
     assert rows is not None
     table = {
-        name: set(re.findall(r"`(\w+)`", rest)) for name, rest in re.findall(r"^\| `(\w+)` \|(.*)$", rows[1], re.M)
+        name: set(re.findall(r"`(\w+)`", rest))
+        for names, rest in re.findall(r"^\| (.*?) \|(.*)$", rows[1], re.M)
+        for name in re.findall(r"`(\w+)`", names)
     }
     assert table == expected
     assert set(own) <= set(DiffusionOptions.model_fields)

@@ -40,6 +40,17 @@ DECODINGS = st.one_of(
     st.fixed_dictionaries({"strategy": st.just("low_confidence_dynamic"), "steps": STEPS}),
     st.fixed_dictionaries({"strategy": st.just("adaptive_parallel"), "steps": STEPS, "max_parallel": st.just(MOST)}),
     st.fixed_dictionaries({"strategy": st.sampled_from(["sequential", "random"]), "steps": STEPS}),
+    st.fixed_dictionaries(
+        {
+            "strategy": st.just("multi_block"),
+            "tau_add": st.sampled_from([1e-9, 1]),
+            "tau_semi": st.sampled_from([0, 1]),
+            "tau_acc": st.sampled_from([0, 0.5, 1]),
+            "max_blocks": st.sampled_from([1, 3, 64]),
+            "filler_rules": st.booleans(),
+        }
+    ),
+    st.fixed_dictionaries({"strategy": st.sampled_from(["streaming_window", "linear_speculation"])}),
     st.fixed_dictionaries({"strategy": st.just("entropy_bounded"), "bound": st.sampled_from([1e-9, 1e300])}),
 )
 BODIES = st.fixed_dictionaries(
