@@ -13,6 +13,7 @@ from shared.commands import Generate
 from shared.text import InvalidTokenizer, TextStream, Tokenizer
 from worker.adapters.store import AdapterStore
 from worker.adapters.targets import Target, find_targets, shapes_of
+from worker.adapters.variant import with_adapter
 from worker.adapters.weights import Adapter, load_adapter
 from worker.constraints import Guards
 from worker.device import Placement, free_memory, guarded, place
@@ -53,6 +54,8 @@ def assemble(settings: WorkerSettings) -> Assembly:
     placement = place(settings.device, settings.dtype, settings.threads)
     torch.set_num_threads(placement.threads)
     model = load_model(settings.folder, device=placement.device, dtype=placement.dtype, need_tokenizer=True)
+    if settings.adapter is not None:
+        model = with_adapter(model, settings.adapter.expanduser(), settings.adapter_block_length)
     if settings.weights == "fp8" and not (isinstance(model.module, nn.Module) and quantize(model.module)):
         raise ModelError(f"{settings.folder}: weights fp8: this family has no layers for them")
     try:

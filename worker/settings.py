@@ -52,6 +52,16 @@ class WorkerSettings(ServiceSettings):
         default=2048, ge=1, description="Query tokens of one step, shared by prompts and denoising."
     )
 
+    adapter: Path | None = Field(
+        default=None,
+        description="Folder of a PEFT adapter that is part of the model: its weights hold it from the start.",
+    )
+    adapter_block_length: int | None = Field(
+        default=None,
+        ge=1,
+        le=4096,
+        description="The adapter makes a bidirectional model block-causal (D2F): its blocks.",
+    )
     model_store: Path | None = Field(
         default=None, description="Folder with the adapters that requests may name; unset: the base model only."
     )
@@ -88,6 +98,8 @@ class WorkerSettings(ServiceSettings):
     def _check(self) -> Self:
         if self.num_pages is not None and self.kv_cache_mb is not None:
             raise ValueError("num_pages and kv_cache_mb exclude each other")
+        if self.adapter_block_length is not None and self.adapter is None:
+            raise ValueError("adapter_block_length needs an adapter")
         check_model_name(self.served_name)
         if not self.redis_url.startswith(("redis://", "rediss://", "unix://", "redis+sentinel://")):
             raise ValueError("redis_url must begin with redis://, rediss://, unix:// or redis+sentinel://")

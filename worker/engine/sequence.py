@@ -14,7 +14,7 @@ from worker.engine.plan import UNDECIDED, Canvas, Edit, Guard, Guarded, Guide, R
 from worker.engine.ports import Arrival, TextDecoder
 from worker.engine.prefix import extend_keys, share_unit
 from worker.engine.stopping import Stop, first_of, reason_of, repetition_run
-from worker.engine.window import Block, Window, next_window
+from worker.engine.window import Block, Window, next_window, reads_prompt_whole
 from worker.models.spec import Commit, ModelSpec
 
 
@@ -303,7 +303,7 @@ class Sequence:
             part_cached=isinstance(self.decoding, SubBlock) and self.decoding.block_cache,
         )
         cache = self.request.cache or self.spec.cache
-        return next_window(self.spec.commit, block, cache, self.spec.blocks_after_prompt)
+        return next_window(self.spec.commit, block, cache, reads_prompt_whole(self.spec))
 
     def row(self, window: Window, end: int) -> Row:
         """Return the row of a window that is cut at `end`."""

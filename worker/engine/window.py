@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, assert_never
 
-from worker.models.spec import Commit, ModelSpec
+from worker.models.spec import Attention, Commit, ModelSpec
 
 Cache = Literal["none", "prefix", "dual"]
 
@@ -45,14 +45,13 @@ class Window:
     """May be cut short at a block boundary and go on in the next step."""
 
 
-def next_window(commit: Commit, block: Block, cache: Cache, blocks_after_prompt: bool) -> Window:
-    """Return what the request's next forward runs."""
+def next_window(commit: Commit, block: Block, cache: Cache, prompt_whole: bool) -> Window:
+    """Return what the request's next forward runs; see `reads_prompt_whole`."""
     match commit:
         case Commit.FUSED:
-            # A prompt that is one block of its own sees all of itself and cannot be cut.
-            return Window(block.cached, block.end, denoises=True, divisible=not blocks_after_prompt)
+            return Window(block.cached, block.end, denoises=True, divisible=not prompt_whole)
         case Commit.SEEDED:
-            return _seeded(block)
+            return _seeded(block, prompt_whole)
         case Commit.REFRESHED:
             return _refreshed(block, cache)
         case Commit.REORDERED:
@@ -69,12 +68,18 @@ def next_window(commit: Commit, block: Block, cache: Cache, blocks_after_prompt:
 
 def cuts_windows(spec: ModelSpec) -> bool:
     """True if some windows of the family are divisible: then its blocks must leave room for others in a step."""
-    return spec.commit is not Commit.REFRESHED and not (spec.commit is Commit.FUSED and spec.blocks_after_prompt)
+    return spec.commit is not Commit.REFRESHED and not reads_prompt_whole(spec)
 
 
-def _seeded(block: Block) -> Window:
+def reads_prompt_whole(spec: ModelSpec) -> bool:
+    """True if a prompt is one block of its own: it sees all of itself and cannot be cut."""
+    context = spec.context or spec.attention
+    return spec.blocks_after_prompt and context is Attention.BLOCK_CAUSAL and spec.commit is not Commit.ENCODED
+
+
+def _seeded(block: Block, prompt_whole: bool) -> Window:
     if block.cached < block.start:
-        return Window(block.cached, block.start, denoises=False, seeds=block.first_masked, divisible=True)
+        return Window(block.cached, block.start, denoises=False, seeds=block.first_masked, divisible=not prompt_whole)
     if block.part_cached and not block.fresh and not block.part_masked:
         return Window(*block.part, denoises=True)
     return Window(block.start, block.end, denoises=True)

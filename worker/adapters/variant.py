@@ -1,0 +1,55 @@
+"""An adapter that is part of a model: merged when the model is loaded, and what else it makes of its family.
+
+D2F (discrete diffusion forcing, arXiv 2508.09192) trains an adapter under which a bidirectional model decides block
+after block: each block sees the prompt, the blocks before it and itself. The prompt is one block of its own. Keys and
+values of what is decided are then final, which a bidirectional model's never are.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from shared.adapters import InvalidAdapter
+from shared.decoding import Threshold
+from worker.adapters.targets import find_targets
+from worker.adapters.weights import load_adapter
+from worker.models import LoadedModel, ModelError
+from worker.models.spec import Attention, Commit, ModelSpec
+
+
+def with_adapter(model: LoadedModel, folder: Path, block_length: int | None = None) -> LoadedModel:
+    """Merge an adapter into the model's weights, in place; with `block_length` it is a D2F adapter.
+
+    Raises `ModelError` naming the field at fault.
+    """
+    spec = model.spec if block_length is None else as_block_causal(model.spec, block_length)
+    try:
+        # In float32, so that a sum is rounded once.
+        adapter = load_adapter(folder, find_targets(model), model.device, torch.float32)
+    except InvalidAdapter as error:
+        raise ModelError(f"{folder}: {error}") from error
+    with torch.inference_mode():
+        for linear, (a, b) in adapter.factors.items():
+            linear.weight.copy_((linear.weight.float() + adapter.factor * (b @ a)).to(model.dtype))
+    return replace(model, spec=spec)
+
+
+def as_block_causal(spec: ModelSpec, block_length: int) -> ModelSpec:
+    """Return the facts of a bidirectional model that an adapter has made block-causal. Raises `ModelError`.
+
+    Where logits are shifted, the first token of a block is read from the last row of what stands before it, which sees
+    nothing of the block: it comes with the forward that writes that row.
+    """
+    if spec.attention is not Attention.BIDIRECTIONAL or spec.commit is not Commit.REFRESHED or spec.sliding_window:
+        raise ModelError(f"adapter_block_length: a model of family {spec.family} cannot be made block-causal")
+    return replace(
+        spec,
+        family=f"{spec.family}_d2f",
+        attention=Attention.BLOCK_CAUSAL,
+        commit=Commit.SEEDED if spec.logit_shift else Commit.FUSED,
+        blocks_after_prompt=True,
+        block_length=block_length,
+        # The authors' own threshold of a decided token.
+        decoding=Threshold(threshold=0.9),
+    )
