@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import track
 from tokenizers import Tokenizer
 
-from shared.commands import Limits
+from shared.commands import Limits, Sampling
 from shared.decoding import (
     AdaptiveParallel,
     Decoding,
@@ -77,6 +77,9 @@ STRATEGIES: tuple[Decoding, ...] = (
 SWEEP: tuple[Decoding, ...] = tuple(
     Threshold(threshold=value) for value in (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
 )
+# What ranks positions matters where tokens are drawn: both, by temperature.
+RANKED: tuple[Decoding, ...] = (Threshold(), Threshold(confidence="tempered"))
+TEMPERATURES = (0.1, 0.2, 0.5, 1.0)
 MAX_TOKENS = 160
 
 
@@ -88,13 +91,15 @@ def label(decoding: Decoding) -> str:
     return ", ".join(f"{name} {value}" for name, value in options.items())
 
 
-def measure(model: str, items: Mapping[str, Sequence[Item]], decoding: Decoding) -> dict[str, Any]:
+def measure(
+    model: str, items: Mapping[str, Sequence[Item]], decoding: Decoding, temperature: float = 0.0
+) -> dict[str, Any]:
     """Return what `worker.demo.evaluate` reports overall, with the engine as its decoder."""
 
     async def answers(prompts: Sequence[Sequence[int]]) -> list[Generation]:
-        limits = Limits(max_tokens=MAX_TOKENS)
+        limits, sampling = Limits(max_tokens=MAX_TOKENS), Sampling(temperature=temperature, seed=1)
         async with EngineLoop.load(WorkerSettings(model=model, device="cpu", dtype="float32")) as loop:
-            jobs = [loop.generate(prompt, limits=limits, decoding=decoding) for prompt in prompts]
+            jobs = [loop.generate(prompt, limits=limits, sampling=sampling, decoding=decoding) for prompt in prompts]
             found = await asyncio.gather(*jobs)
         # The evaluation counts the closing token, which is no output of the engine.
         return [([*each.token_ids, *[STOP_ID] * (each.reason == "stop")], each.usage.nfe) for each in found]
@@ -110,6 +115,15 @@ def rows_of(model: str, items: Mapping[str, Sequence[Item]], decodings: Sequence
     return [
         {"strategy": decoding.strategy, "options": label(decoding)} | measure(model, items, decoding)
         for decoding in track(decodings, console=Console(stderr=True), transient=True)
+    ]
+
+
+def drawn(model: str, items: Mapping[str, Sequence[Item]]) -> list[dict[str, Any]]:
+    return [
+        {"strategy": decoding.strategy, "options": f"confidence {decoding.confidence}, temperature {temperature}"}
+        | measure(model, items, decoding, temperature)
+        for decoding in RANKED
+        for temperature in TEMPERATURES
     ]
 
 
@@ -161,11 +175,12 @@ def main() -> None:
         "tasks": len(items),
         "strategies": rows_of(arguments.model, items, STRATEGIES),
         "sweep": rows_of(arguments.model, items, SWEEP),
+        "drawn": drawn(arguments.model, items),
     }
     arguments.folder.mkdir(parents=True, exist_ok=True)
     (arguments.folder / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
     plot(figures, arguments.folder / "strategies.png")
-    for name in ("strategies", "sweep"):
+    for name in ("strategies", "sweep", "drawn"):
         table = [
             [row["strategy"], row["options"], 100 * row["accuracy"], row["tokens_per_forward"], row["unclosed"]]
             for row in figures[name]

@@ -126,7 +126,14 @@ def test_the_table_of_strategies_is_that_of_the_run() -> None:
     for row in STRATEGIES["strategies"]:
         score = f"{100 * row['accuracy']:.1f} % | {row['tokens_per_forward']:.2f}"
         assert f"| `{row['strategy']}` | {row['options'] or 'as they come'} | {score} |" in text
-    assert len(re.findall(r"^\| 0\.", text, re.M)) == len(STRATEGIES["sweep"])
+    for row in STRATEGIES["sweep"]:
+        score = f"{100 * row['accuracy']:.1f} % | {row['tokens_per_forward']:.2f}"
+        assert f"| {row['options'].split()[-1]} | {score} |" in text
+    for row in STRATEGIES["drawn"]:
+        kind, warmth = (option.split()[-1] for option in row["options"].split(", "))
+        cells = re.search(rf"^\| {re.escape(warmth)} \| (.* \| .*) \| (.* \| .*) \|$", text, re.M)
+        score = f"{100 * row['accuracy']:.1f} % | {row['tokens_per_forward']:.2f}"
+        assert cells is not None and cells[1 if kind == "model" else 2] == score
 
 
 def test_every_golden_setting_is_in_the_table_and_equal() -> None:
