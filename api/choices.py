@@ -37,6 +37,8 @@ def total_usage(follows: Sequence[Follow], transcripts: Sequence[Transcript], ch
         sum(transcript.nfe for transcript in transcripts),
         sum(0 if end is None else end.usage.blocks for end in ends),
         sum(0 if end is None else end.usage.cached_tokens for end in ends[::choices]),
+        sum(0 if end is None else end.usage.accepted_draft_tokens for end in ends),
+        sum(0 if end is None else end.usage.rejected_draft_tokens for end in ends),
     )
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from api.catalog import ServedModel
 from api.errors import ApiError, invalid, unsupported
-from api.schemas import CompletionBody, GenerationBody, HoleOption
+from api.schemas import ChatBody, CompletionBody, GenerationBody, HoleOption
 from shared.card import ModelCard
 from shared.commands import Generate
 from shared.events import Delta, Finished
@@ -71,6 +71,21 @@ async def fill_of(body: GenerationBody, model: ServedModel) -> Fill | None:
         else:
             template += await model.encode(piece, add_special=False, field=name)
     return Fill(name, tuple(pieces), tuple(template), whole=name != "suffix")
+
+
+async def draft_of(body: ChatBody, model: ServedModel) -> tuple[int, ...] | None:
+    """Return the draft of an answer that a body predicts, None without; raises `ApiError`."""
+    if body.prediction is None or not body.prediction.content:
+        return None
+    if "infill" not in model.card.capabilities:
+        raise unsupported("prediction")
+    if body.diffusion and body.diffusion.template:
+        raise invalid("prediction", "a prediction cannot be combined with diffusion.template")
+    ids = await model.encode(body.prediction.content, add_special=False, field="prediction.content")
+    if len(ids) > model.card.max_model_len:
+        message = f"prediction.content is {len(ids)} tokens; this model's context is {model.card.max_model_len} tokens"
+        raise ApiError(400, "context_length_exceeded", message, "prediction.content")
+    return tuple(ids)
 
 
 def _check_company(body: GenerationBody, name: str) -> None:

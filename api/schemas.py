@@ -430,6 +430,13 @@ class CalledTool(StrictBody):
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 
+class Prediction(StrictBody):
+    """What the answer is expected to be, for the most part."""
+
+    type: Literal["content"] = "content"
+    content: Content
+
+
 class ChatMessage(StrictBody):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = None
@@ -502,6 +509,10 @@ class ChatBody(GenerationBody):
     stop: Annotated[Annotated[list[StopString], Field(max_length=4)] | None, BeforeValidator(_as_list)] = None
     max_completion_tokens: int | None = Field(
         default=None, ge=1, lt=COUNT_LIMIT, description="Newer name of max_tokens; wins over it."
+    )
+    prediction: Prediction | None = Field(
+        default=None,
+        description="A draft of the answer: tokens that the model would choose itself cost fewer forwards.",
     )
     logprobs: bool | None = Field(default=None, description="Log-probability of each token when it was decided.")
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS, description="Of so many others beside it.")

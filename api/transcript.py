@@ -77,7 +77,7 @@ async def read_to_end(follow: Follow) -> tuple[Transcript, Finished]:
 
 def usage_of(usage: Usage) -> dict[str, Any]:
     """Return token counts in OpenAI's words, and what they cost in denoising forwards (`nfe`)."""
-    return {
+    content: dict[str, Any] = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
@@ -86,3 +86,10 @@ def usage_of(usage: Usage) -> dict[str, Any]:
         "blocks": usage.blocks,
         "tokens_per_forward": round(usage.completion_tokens / usage.nfe, 3) if usage.nfe else 0.0,
     }
+    if usage.accepted_draft_tokens or usage.rejected_draft_tokens:
+        content["completion_tokens_details"] = {
+            "reasoning_tokens": 0,
+            "accepted_prediction_tokens": usage.accepted_draft_tokens,
+            "rejected_prediction_tokens": usage.rejected_draft_tokens,
+        }
+    return content

@@ -169,6 +169,11 @@ class Generate(_Part):
         description="What stands behind the prompt: token ids, and HOLE (-1) where the model decides. All holes are "
         "decided together, with what stands around them in view. The output is the whole of it.",
     )
+    draft: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
+        default=None,
+        max_length=1_000_000,
+        description="What the output is expected to be: the model keeps the tokens that it would have chosen itself.",
+    )
     edits: LogitEdits | None = None
     logprobs: int | None = Field(
         default=None,

@@ -50,6 +50,9 @@ class Usage:
     blocks: int = 0
     cached_tokens: int = 0
     """Prompt tokens whose keys another request had written."""
+    accepted_draft_tokens: int = 0
+    """Tokens of a draft that the output has where the draft had them."""
+    rejected_draft_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

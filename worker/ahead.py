@@ -96,7 +96,7 @@ def _is_plain(row: Row, canvas: Canvas, block: int) -> bool:
         and not (canvas.decoding.stops_last and canvas.stop_token_ids)
         and not is_cut(canvas)
         and (canvas.decoding.confidence == "model" or divisor(canvas.sampling) == 1)
-        and not canvas.edits
+        and not (canvas.edits or canvas.tests_draft)
         and canvas.logprobs is None
     )
 

@@ -15,8 +15,9 @@ from api.canvas import canvas_fields, canvas_text
 from api.catalog import Catalog, ServedModel
 from api.choices import finish_fields, report_fields, usage_fields
 from api.deps import ServicesDep, json_body
+from api.errors import invalid
 from api.frames import Frames
-from api.infill import Fill, FillWriter, fill_of
+from api.infill import Fill, FillWriter, draft_of, fill_of
 from api.logprobs import LogprobWriter
 from api.openapi import STREAM_RESPONSES, request_body
 from api.requests import Call, to_generate
@@ -79,7 +80,12 @@ async def plan_chat(body: ChatBody, catalog: Catalog, call: Call) -> ChatPlan:
     messages = [message.for_template() for message in body.messages]
     prompt = await model.encode_chat(messages, tools=shown(body.tools, body.tool_choice))
     fill = await fill_of(body, model)
-    return ChatPlan(body, model, to_generate(body, [prompt], model, "messages", call, constraint, fill), fill)
+    commands = to_generate(body, [prompt], model, "messages", call, constraint, fill)
+    draft = await draft_of(body, model)
+    if draft is not None and constraint is not None:
+        raise invalid("prediction", "a prediction cannot be combined with a schema, a grammar or tools")
+    commands = [command.model_copy(update={"draft": draft}) for command in commands]
+    return ChatPlan(body, model, commands, fill)
 
 
 async def answer_chat(plan: ChatPlan, bundle: Bundle) -> dict[str, object]:

@@ -159,3 +159,36 @@ async def test_a_model_that_fills_nothing_and_one_with_small_blocks_refuse(
         fleet.cards = {CARD.name: card}
         response = await caller.post(COMPLETIONS, body)
         assert (response.status, response.error["param"]) == (400, "suffix")
+
+
+async def test_a_prediction_travels_as_a_draft_and_its_fate_is_told(caller: Caller, fleet: ScriptedFleet) -> None:
+    def play(command: Generate) -> Iterator[Step]:
+        yield Delta(command.id, 2, 1, 0, 0, [75], "h", 2)
+        usage = Usage(3, 1, 2, 1, accepted_draft_tokens=4, rejected_draft_tokens=2)
+        yield Finished(command.id, 3, 1, "stop", "stop_token", usage)
+
+    fleet.script = play
+    body: dict[str, Any] = {"messages": HI, "prediction": {"type": "content", "content": "Hello, wörld"}, "n": 2}
+    usage = (await caller.post(CHAT, body)).json()["usage"]
+    assert fleet.commands[0].draft == fleet.commands[1].draft == tuple(byte_level().encode("Hello, wörld", False))
+    details = usage["completion_tokens_details"]
+    assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (8, 4)
+    assert (await caller.post(CHAT, {"messages": HI, "prediction": None})).status == 200
+    assert fleet.commands[-1].draft is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prediction": {"type": "audio", "content": "x"}}, "prediction.type"),
+        ({"prediction": {"type": "content"}}, "prediction.content"),
+        ({"prediction": {"content": "ab" * 4000}}, "prediction.content"),
+        ({"prediction": {"content": "x"}, "diffusion": {"template": [{"hole": "a"}]}}, "prediction"),
+        ({"prediction": {"content": "x"}, "response_format": {"type": "json_object"}}, "prediction"),
+    ],
+)
+async def test_a_prediction_that_cannot_be_used_is_named(
+    caller: Caller, fleet: ScriptedFleet, fields: dict[str, Any], param: str
+) -> None:
+    response = await caller.post(CHAT, {"messages": HI} | fields)
+    assert (response.status, response.error["param"]) == (400, param) and fleet.commands == []

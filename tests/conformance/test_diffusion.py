@@ -107,11 +107,32 @@ def test_c41_a_template_is_filled(client: OpenAI, http: httpx.Client) -> None:
     assert answers[0] == answers[1] and answers[0][0]["text"]
 
 
-@pytest.mark.xfail(strict=True, reason="prediction: no canvas is seeded yet, and no tokens are counted as accepted")
-def test_c42_a_prediction_seeds_the_canvas(client: OpenAI) -> None:
-    draft: Any = {"type": "content", "content": "12 + 30 = 42"}
-    answer = client.chat.completions.create(model=MODEL, messages=ASK, prediction=draft)
-    assert answer.usage and answer.usage.completion_tokens_details
+def test_c42_a_prediction_seeds_the_canvas(client: OpenAI, http: httpx.Client) -> None:
+    options: Any = {"model": MODEL, "messages": STORY, "seed": 1, "temperature": 0.0, "max_tokens": 90}
+    plain = client.chat.completions.create(**options)
+    text = plain.choices[0].message.content or ""
+    tokens = len(http.post("/tokenize", json={"model": MODEL, "prompt": text}).json()["tokens"])
+    draft: Any = {"type": "content", "content": text}
+    own = client.chat.completions.create(prediction=draft, **options)
+    assert own.usage and (details := own.usage.completion_tokens_details)
+    accepted, rejected = details.accepted_prediction_tokens, details.rejected_prediction_tokens
+    assert accepted is not None and rejected is not None and accepted + rejected == tokens
+    assert accepted > tokens // 2
+    assert (own.usage.nfe or 0) < (plain.usage.nfe or 0), "a right draft saves forwards"  # type: ignore[union-attr]
+    # Unchanged spans are identical: what a draft of another beginning shares with the answer is counted, no more.
+    parts: Any = {
+        "type": "content",
+        "content": [{"type": "text", "text": "12 + 30 "}, {"type": "text", "text": "= 43"}],
+    }
+    sum_ = client.chat.completions.create(model=MODEL, messages=ASK, temperature=0.0, prediction=parts)
+    told = client.chat.completions.create(model=MODEL, messages=ASK, temperature=0.0)
+    assert sum_.choices[0].message.content == told.choices[0].message.content
+    assert sum_.usage and (details := sum_.usage.completion_tokens_details)
+    assert details.rejected_prediction_tokens
+    streamed = list(
+        client.chat.completions.create(stream=True, stream_options={"include_usage": True}, prediction=draft, **options)
+    )
+    assert streamed[-1].usage and streamed[-1].usage.completion_tokens_details == own.usage.completion_tokens_details
 
 
 def test_c43_more_steps_never_take_fewer_forwards_and_a_cap_holds(http: httpx.Client) -> None:

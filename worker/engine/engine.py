@@ -156,7 +156,9 @@ class Engine:
         ):
             if not all(0 <= token < spec.vocab_size for token in token_ids):
                 return "invalid_request", f"token ids must be in [0, {spec.vocab_size})", param
-        if request.template is not None:
+        if request.template is not None or request.draft is not None:
+            if type(sequence) not in (Sequence, Embedding):
+                return "unsupported", "this strategy is at work on more than one block of an answer", "decoding"
             refusal = refusal_of(request, spec)
             if refusal is not None:
                 return refusal

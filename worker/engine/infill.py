@@ -28,7 +28,9 @@ def origin_of(prompt_length: int, spec: ModelSpec) -> int:
 
 
 def refusal_of(request: Generate, spec: ModelSpec) -> tuple[FailCode, str, str | None] | None:
-    """Return why a request's template cannot be filled, None if it can."""
+    """Return why a request's template cannot be filled, or its draft not be tested; None if it can."""
+    if request.draft is not None:
+        return _refusal_of_draft(request, spec)
     template = request.template or ()
     if not can_fill(spec):
         return "unsupported", "this model decides from left to right and fills no holes", "template"
@@ -45,4 +47,14 @@ def refusal_of(request: Generate, spec: ModelSpec) -> tuple[FailCode, str, str |
         return "invalid_request", "a template is one block; leave block_length out", "block_length"
     if request.constraint is not None:
         return "unsupported", "a template is filled without a grammar", "constraint"
+    return None
+
+
+def _refusal_of_draft(request: Generate, spec: ModelSpec) -> tuple[FailCode, str, str | None] | None:
+    if not can_fill(spec):
+        return "unsupported", "this model decides from left to right and tests no draft", "draft"
+    if not all(token < spec.vocab_size for token in request.draft or ()):
+        return "invalid_request", f"token ids must be in [0, {spec.vocab_size})", "draft"
+    if request.template is not None or request.constraint is not None or request.embed:
+        return "invalid_request", "a draft cannot be combined with a template, a grammar or an embedding", "draft"
     return None

@@ -136,6 +136,8 @@ class Canvas:
     """Where blocks end on a canvas of several; 0: it is one."""
     before: tuple[int, ...] = ()
     """Tokens of the block before; empty where there is none."""
+    tests_draft: bool = False
+    """What is masked is proposed only to see whether it is what the request's draft has there."""
     edits: tuple[Edit, ...] = ()
     logprobs: int | None = None
     """Report log-probabilities, and so many most probable tokens beside."""

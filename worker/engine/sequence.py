@@ -8,6 +8,7 @@ from shared.commands import Generate
 from shared.decoding import Decoding, JointThreshold, Renoise, SubBlock, Timed
 from shared.events import Delta, FailCode, Failed, FinishDetail, Finished, Snapshot, TokenLogprob, Usage
 from shared.holes import HOLE, count_filled, spans
+from worker.engine.draft import PHASES, count_kept, drafted, on_trial
 from worker.engine.infill import origin_of
 from worker.engine.penalties import edits_of
 from worker.engine.plan import UNDECIDED, Canvas, Edit, Guard, Guarded, Guide, Row, near_view, visible_ends
@@ -69,6 +70,12 @@ class Sequence:
     """Prompt tokens that were not prefilled, because their pages were there."""
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict[int, TokenLogprob])
     """Of decided positions that are not published yet, if the request asks for them."""
+    drafted: dict[int, int] = field(default_factory=dict[int, int])
+    """Position to token: what the request's draft has for the active block."""
+    phase: int = PHASES
+    """Of the tests of the active block's draft; `PHASES` once they are done."""
+    kept: int = 0
+    """Published tokens that are what the draft had for them."""
     pending_text: str = ""
     edited: int = 0
     """Decided positions that the last forward revised."""
@@ -137,6 +144,7 @@ class Sequence:
                 sequence.stop = Stop(produced, "stop_token")
         # Text that the former owner held back (half a character, half a stop string) becomes pending again.
         sequence.pending_text = text.push(resume.token_ids) if resume.token_ids else ""
+        sequence._recount_draft(resume.token_ids)
         sequence._open(produced)
         return sequence
 
@@ -279,7 +287,9 @@ class Sequence:
             # Text that was given is no output.
             prompt += sum(token != HOLE for token in self.template)
             produced = count_filled(self.template, self.tokens[self.prompt_length : self.published], self.stop_ids)
-        return Usage(prompt, produced, self.nfe, self.block, self.reused)
+        drafted = len(self.request.draft or ())
+        kept = min(self.kept, drafted)
+        return Usage(prompt, produced, self.nfe, self.block, self.reused, kept, drafted - kept)
 
     # --- one step
 
@@ -309,7 +319,7 @@ class Sequence:
         """Return the row of a window that is cut at `end`."""
         spec, cut = self.spec, end < window.end
         positions = None
-        tokens = self.tokens[window.start : end]
+        tokens = self._seen(range(window.start, end))
         if spec.commit is Commit.REORDERED and window.denoises:
             positions = tuple(sorted(range(window.start, end), key=self._is_open))
             tokens = [self.tokens[position] for position in positions]
@@ -348,14 +358,32 @@ class Sequence:
     def _guide(self, positions: ReadOnly[int]) -> Guide:
         mask = self.spec.mask_token_id
         return Guide(
-            token_ids=tuple(mask if p < self.prompt_length else self.tokens[p] for p in positions),
+            token_ids=tuple(
+                mask if p < self.prompt_length else token
+                for p, token in zip(positions, self._seen(positions), strict=True)
+            ),
             pages=tuple(self.pages[1 :: self.copies]),
             scale=self.request.cfg_scale,
         )
 
+    @property
+    def _tests(self) -> bool:
+        """The next forward puts the draft to the test."""
+        return self.phase < PHASES and not self._last
+
+    def _seen(self, positions: ReadOnly[int]) -> list[int]:
+        """Return what a forward reads: in a draft's first test, the draft beside what is tested."""
+        tokens = self.tokens
+        if not (self.phase == 0 and self._tests):
+            return [tokens[p] for p in positions]
+        shown = {p: token for p, token in self.drafted.items() if p % PHASES != 0 and self._is_open(p)}
+        return [shown.get(p, tokens[p]) for p in positions]
+
     def _canvas(self) -> Canvas:
         wanted, last = self.wanted, self._last
-        if (
+        if self._tests:
+            wanted = on_trial(self.drafted, wanted, self.block_start, self.phase)
+        elif (
             self.decoding.renewal_decides == "first"
             and not last
             and self.spec.commit is Commit.REFRESHED
@@ -364,7 +392,7 @@ class Sequence:
             first = next((index for index, masked in enumerate(wanted) if masked), 0)
             last, wanted = True, tuple(index == first for index in range(len(wanted)))
         editable: tuple[bool, ...] = ()
-        if isinstance(self.decoding, JointThreshold) and self.guard is None:
+        if isinstance(self.decoding, JointThreshold) and self.guard is None and not self._tests:
             first = max(self.prompt_length - self.block_start, 0)
             editable = tuple(
                 index >= first and not masked and not self._stands(self.block_start + index)
@@ -383,6 +411,7 @@ class Sequence:
             undecided_at_first=self.undecided_at_first,
             forbidden=self._forbidden,
             limit=self.limit,
+            tests_draft=self._tests,
             before=tuple(self.tokens[max(0, self.block_start - self.block_length) : self.block_start]),
             edits=self._edits,
             logprobs=self.request.logprobs,
@@ -476,6 +505,10 @@ class Sequence:
         if not canvas.seed:
             self.step += 1
             self.edit_steps += not any(canvas.masked)
+        if canvas.tests_draft:
+            kept = zip(tokens, range(self.block_start, self.block_end), strict=False)
+            accepted = [self.drafted.get(position) == token for token, position in kept]
+            self._end_phase()
         taken, self.edited = 0, 0
         for index, take in enumerate(accepted[: len(self.masked)]):
             position = self.block_start + index
@@ -494,7 +527,7 @@ class Sequence:
             self.tokens[position], self.confidence[index] = tokens[index], confidence[index]
             if logprobs and (logprob := logprobs[index]) is not None:
                 self.logprobs[position] = logprob
-        self.idle_steps = 0 if taken or not any(canvas.masked) else self.idle_steps + 1
+        self.idle_steps = 0 if taken or canvas.tests_draft or not any(canvas.masked) else self.idle_steps + 1
         if self.decoding.filler_rules:
             self._close()
         if not isinstance(self.decoding, JointThreshold) or self.complete:
@@ -600,6 +633,9 @@ class Sequence:
         if self.request.logprobs is not None:
             logprobs = [self.logprobs.get(position, TokenLogprob(0.0)) for position in range(self.published, end)]
             self.logprobs = {position: found for position, found in self.logprobs.items() if position >= end}
+        if self.request.draft is not None:
+            first = self.published - self.prompt_length
+            self.kept += count_kept(self.request.draft, self._produced(end), first, end - self.prompt_length)
         self.published = end
         block, self.block = self.block, self.block + 1
         if not token_ids and not text:
@@ -644,6 +680,33 @@ class Sequence:
                 self.undecided_at_first -= 1
         self.step = self.edited = self.edit_steps = self.idle_steps = 0
         self.closed = None
+        if self.request.draft is not None:
+            count = max(0, min(end, self.limit) - first_undecided)
+            told = drafted(self.request.draft, self._produced(first_undecided), count)
+            self.drafted = dict(enumerate(told, first_undecided))
+            self.phase = -1
+            self._end_phase()
+
+    def _end_phase(self) -> None:
+        """Go on to the next test that has something to test."""
+        self.phase += 1
+        while self.phase < PHASES and not any(on_trial(self.drafted, self.wanted, self.block_start, self.phase)):
+            self.phase += 1
+
+    def _produced(self, end: int) -> list[int]:
+        return self.tokens[self.prompt_length : end]
+
+    def _recount_draft(self, produced: ReadOnly[int]) -> None:
+        """Count what former owners have kept of the draft, block by block as they did."""
+        if self.request.draft is None:
+            return
+        first = 0
+        while first < len(produced):
+            position = self.prompt_length + first
+            end = self.origin + ((position - self.origin) // self.block_length + 1) * self.block_length
+            last = min(end - self.prompt_length, len(produced))
+            self.kept += count_kept(self.request.draft, produced, first, last)
+            first = last
 
     def evict(self) -> list[int]:
         """Give up the pages and return them; the committed tokens will be prefilled again."""
