@@ -1,8 +1,9 @@
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
 """From a constraint to a grammar of llguidance, and what is wrong with one that has none."""
 
 import re
 from collections.abc import Mapping
-from typing import Any, assert_never
+from typing import Any, assert_never, cast
 
 import orjson
 from llguidance import LLMatcher, LLParserLimits
@@ -18,6 +19,7 @@ from shared.constraints import (
     Regex,
     ToolCalls,
 )
+from shared.pattern_size import written_out
 
 CALL_START, CALL_END = "<tool_call>\n", "\n</tool_call>"
 
@@ -34,6 +36,11 @@ LIMITS = LLParserLimits(
 
 # One space where models write one, and no other: a space costs tokens of the budget, and some models never stop.
 _LAYOUT: Mapping[str, Any] = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+
+
+MOST_WRITTEN_OUT = 20_000
+"""Characters of all patterns together, repetitions written out: a matcher's step takes up to 0.2 s for them."""
+_LARK_PATTERN = re.compile(r"/((?:[^/\\\n]|\\.)+)/")
 
 
 class InvalidConstraint(ValueError):
@@ -61,10 +68,48 @@ def grammar_of(constraint: Constraint) -> str:
 
 
 def check(constraint: Constraint) -> None:
-    """Raise `InvalidConstraint` if there is no grammar for it. Takes milliseconds, some 100 at worst."""
+    """Raise `InvalidConstraint` if there is no grammar for it, or a costly one. Takes milliseconds, 200 at worst."""
+    _check_patterns(constraint)
     is_fault, told = LLMatcher.validate_grammar_with_warnings(grammar_of(constraint), limits=LIMITS)
     if is_fault:
         raise InvalidConstraint(" ".join(" ".join(told).split())[:400])
+
+
+def _check_patterns(constraint: Constraint) -> None:
+    match constraint:
+        case Regex():
+            patterns = [constraint.pattern]
+        case JsonSchema():
+            patterns = _patterns_in(constraint.json_schema)
+        case ToolCalls():
+            patterns = [pattern for tool in constraint.tools for pattern in _patterns_in(tool.parameters)]
+        case Lark():
+            patterns = [found[1] for found in _LARK_PATTERN.finditer(constraint.lark)]
+        case Choice() | JsonObject():
+            patterns = []
+        case _:
+            assert_never(constraint)
+    if sum(map(written_out, patterns)) > MOST_WRITTEN_OUT:
+        raise InvalidConstraint(f"written out, its patterns are longer than {MOST_WRITTEN_OUT}")
+
+
+def _patterns_in(value: object) -> list[str]:
+    """Return the patterns of a schema, and what else might be taken for one."""
+    found, left = list[str](), list[object]([value])
+    while left:
+        match left.pop():
+            case dict() as part:
+                for name, inner in cast(dict[str, object], part).items():
+                    if name == "pattern" and isinstance(inner, str):
+                        found.append(inner)
+                    if name == "patternProperties" and isinstance(inner, dict):
+                        found += cast(dict[str, object], inner)
+                    left.append(inner)
+            case list() as parts:
+                left += cast(list[object], parts)
+            case _:
+                pass
+    return found
 
 
 def _of_schema(schema: Mapping[str, Any]) -> str:

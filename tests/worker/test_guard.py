@@ -158,6 +158,15 @@ def test_the_shortest_end_closes_what_is_open() -> None:
         assert shortest_end(state, VOCABULARY, len(found) - 1) is None
 
 
+@pytest.mark.parametrize(
+    "pattern", [r"\w+@\w+\.com", "[^x]*x[^y]*y", r"https?://[a-z]+\.[a-z]{2,}/.*", r"Answer: .*\n", r"(\w\.)+!"]
+)
+def test_an_end_is_found_where_it_is_not_a_closing_bracket(pattern: str) -> None:
+    found = shortest_end(matcher_of(Regex(pattern=pattern)), VOCABULARY, 40)
+    assert found is not None
+    assert re.fullmatch(pattern, TOKENIZER.decode([token for token in found if token not in STOPS]))
+
+
 def test_an_open_end_needs_a_stop_token() -> None:
     matcher = matcher_of(Regex(pattern="a*"))
     assert shortest_end(matcher, VOCABULARY, 5) == [STOPS[0]]

@@ -2,7 +2,8 @@
 
 The shortest end of a context-free grammar cannot be read off a matcher that only tells the next tokens, so this is a
 greedy walk: forced tokens first, then closing brackets, and no choice that leaves everything as it was. It need not be
-the shortest: a guard holds on to an end once it has found it.
+the shortest: a guard holds on to an end once it has found it. Nor is one always found: where every letter may always
+come (`.*END`), nothing tells which one leads on, and the text may end by its length.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from llguidance import LLMatcher
 
 from worker.constraints.vocabulary import Vocabulary, allowed_tokens
 
-_MOST_TRIES = 24
+_MOST_TRIES = 160
 LONGEST_END = 512
 
 
@@ -20,8 +21,15 @@ def shortest_end(matcher: LLMatcher, vocabulary: Vocabulary, room: int) -> list[
 
     None if none were found. `matcher` stays as it is.
     """
-    state, end = matcher.deep_copy(), list[int]()
     room = min(room, LONGEST_END)
+    found = _walk(matcher, vocabulary, room, wander=False)
+    # In a pattern the walk may go round in circles; in JSON the same place comes again and again.
+    return _walk(matcher, vocabulary, room, wander=True) if found is None else found
+
+
+def _walk(matcher: LLMatcher, vocabulary: Vocabulary, room: int, *, wander: bool) -> list[int] | None:
+    """Walk to an end; with `wander` to places first that the walk has not seen, else only on from where it is."""
+    state, end, seen = matcher.deep_copy(), list[int](), set[bytes]()
     while True:
         if state.is_error() or len(end) > room:
             return None
@@ -31,7 +39,7 @@ def shortest_end(matcher: LLMatcher, vocabulary: Vocabulary, room: int) -> list[
             return [*end, vocabulary.stop_ids[0]] if vocabulary.stop_ids and len(end) < room else None
         forced: Sequence[int] = state.compute_ff_tokens()
         if not forced:
-            step = _step(state, vocabulary)
+            step = _step(state, vocabulary, seen if wander else set())
             if step is None:
                 return None
             forced = (step,)
@@ -40,17 +48,22 @@ def shortest_end(matcher: LLMatcher, vocabulary: Vocabulary, room: int) -> list[
         end += forced
 
 
-def _step(state: LLMatcher, vocabulary: Vocabulary) -> int | None:
-    """Return the token of the closing order that comes first and moves the text on."""
+def _step(state: LLMatcher, vocabulary: Vocabulary, seen: set[bytes]) -> int | None:
+    """Return the token of the closing order that comes first and leads to where the walk has not been.
+
+    What may come next tells where it is.
+    """
     allowed = allowed_tokens(state, (), may_stop=True)
+    seen.add(allowed)
     tries, first = 0, None
     for token in vocabulary.closing_order:
         if not allowed[token]:
             continue
         first = token if first is None else first
         after = state.deep_copy()
-        if after.consume_token(token) and (after.is_accepting() or allowed_tokens(after, (), may_stop=True) != allowed):
-            return token
+        if after.consume_token(token):
+            if after.is_accepting() or allowed_tokens(after, (), may_stop=True) not in seen:
+                return token
         tries += 1
         if tries == _MOST_TRIES:
             break

@@ -49,7 +49,7 @@ class Filling:
             )
             try:
                 found.fills[number] = canvas.guarded.guard.fill(canvas.guarded, canvas.masked, scores)
-            except DeadEnd as error:
+            except (DeadEnd, ValueError) as error:
                 found.faults[number] = str(error)
                 continue
             if canvas.logprobs is not None:

@@ -113,7 +113,7 @@ class GrammarGuard:
             walk.tokens.append(token)
             walk.confidence.append(own)
             if walk.end is None and not state.consume_token(token):
-                raise DeadEnd(f"the grammar costs more than it may, or cannot go on: {state.stop_reason()}")
+                raise _dead_end(state)
         walk.states.append(state)
         return walk
 
@@ -134,7 +134,7 @@ class GrammarGuard:
                 return proposal, own
         best = scores.best_of(place, allowed_tokens(state, self._vocabulary.stop_ids, may_stop))
         if best is None:
-            raise DeadEnd(f"no token of the vocabulary can follow: {state.stop_reason()}")
+            raise _dead_end(state)
         return best
 
     # --- the room
@@ -218,3 +218,9 @@ class GrammarGuard:
             open=[False] * before + opened + [False] * behind,
             end=canvas.frontier + walk.end if stops and not over and walk.end is not None else None,
         )
+
+
+def _dead_end(state: LLMatcher) -> DeadEnd:
+    if state.is_error():
+        return DeadEnd("the grammar costs more than it may")
+    return DeadEnd("the grammar allows no token of this model's vocabulary here")

@@ -14,6 +14,7 @@ _ORDER = (
     re.compile(rb"[tfn]|true|false|null"),
     re.compile(rb'"|[\[({] ?'),
     re.compile(rb"\n?</?[a-z_]*>?\n?"),
+    re.compile(rb"\n"),
     re.compile(rb"[ -~]"),
     re.compile(rb"[ -~\n]+"),
 )
