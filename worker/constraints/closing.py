@@ -62,7 +62,9 @@ def _step(state: LLMatcher, vocabulary: Vocabulary, seen: set[bytes]) -> int | N
         first = token if first is None else first
         after = state.deep_copy()
         if after.consume_token(token):
-            if after.is_accepting() or allowed_tokens(after, (), may_stop=True) not in seen:
+            there = allowed_tokens(after, (), may_stop=True)
+            if after.is_accepting() or there not in seen:
+                seen.add(there)
                 return token
         tries += 1
         if tries == _MOST_TRIES:
