@@ -14,12 +14,14 @@ from shared.decoding import (
     EntropyBounded,
     Factor,
     JointThreshold,
+    LinearSpeculation,
     LowConfidenceDynamic,
     LowConfidenceStatic,
     MaskgitPlus,
     Origin,
     RandomOrder,
     Sequential,
+    StreamingWindow,
     SubBlock,
     Threshold,
     ThresholdQuota,
@@ -101,6 +103,13 @@ BY_NAME: dict[str, st.SearchStrategy[Decoding]] = {
     ),
     "sequential": st.builds(Sequential, steps=steps, filler_rules=flags),
     "random": st.builds(RandomOrder, steps=steps, filler_rules=flags),
+    "streaming_window": st.builds(
+        StreamingWindow,
+        bound=st.integers(1, 16).map(lambda n: n / 8),
+        position_penalty=eighths,
+        filler_rules=flags,
+    ),
+    "linear_speculation": st.builds(LinearSpeculation, threshold=eighths, filler_rules=flags),
     "entropy_bounded": st.builds(EntropyBounded, bound=st.integers(1, 24).map(lambda n: n / 8), filler_rules=flags),
 }
 # Random order has no closed form; it has tests of its own.
@@ -236,6 +245,12 @@ def oracle(row: Row) -> set[int]:
         case Sequential(steps=count):
             k = split_evenly(row.length, count, row.step)
             chosen = [p for p in found if p.index < found[0].index + k]
+        case StreamingWindow(bound=bound, position_penalty=penalty):
+            scores = {p: p.entropy + penalty * (p.index - found[0].index) for p in found}
+            chosen = [p for p in found if scores[p] < bound]
+            chosen += sorted(found, key=lambda p: (scores[p], p.index))[:1]
+        case LinearSpeculation(threshold=limit):
+            chosen = [p for p in found if p.confidence >= (limit or 0)] + by_confidence[:1]
         case EntropyBounded(bound=bound):
             rising = sorted(found, key=lambda p: (p.entropy, p.index))
             sums = [sum(p.entropy for p in rising[: i + 1]) for i in range(len(rising))]
