@@ -30,7 +30,7 @@ class Field(IntEnum):
     LIVE = 0
     """Rows that are not live are padding: they write to the scratch page and decide nothing."""
     START = 1
-    """Absolute position of the block's first token, a multiple of the block's length."""
+    """Absolute position of the block's first token, a multiple of the block's length unless `END` is given."""
     LIMIT = 2
     """First position that nobody wants."""
     STEP = 3
@@ -47,6 +47,9 @@ class Field(IntEnum):
     SEED = 10
     TEMPERATURE = 11
     """Bits of a float32; 0 stands for 1."""
+    END = 12
+    """What the block's positions see ends here; 0: with the block. Such a row asks for its block alone, wherever that
+    begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +121,13 @@ def canvas_query(state: Tensor, layout: Layout) -> Query:
         committing = state[:, Field.COMMIT, None] != 0
         position = torch.where(committing, position - block, position)
         ids = torch.where(committing, state[:, layout.before], ids)
-    real = live[:, None] & (position >= 0)
+    bound = state[:, Field.END, None]
+    real = live[:, None] & (position >= 0) & ((bound == 0) | (position >= start[:, None]))
     position = torch.where(real, position, 0)
     table = state[:, layout.table]
     slots = table.gather(1, position // layout.page_size) * layout.page_size + position % layout.page_size
-    ends = torch.where(real, (position // block + 1) * block, 1)
+    ends = torch.where(bound > 0, bound, (position // block + 1) * block)
+    ends = torch.where(real, ends, 1)
     return Query(
         token_ids=torch.where(real, ids, 0).reshape(-1),
         positions=position.reshape(-1),

@@ -34,16 +34,17 @@ Progress = Callable[[int, int], None]
 
 
 def goes_ahead(spec: ModelSpec) -> bool:
-    """Tell whether the device can lead the model's rows from block to block by itself."""
-    return (
-        spec.commit is Commit.FUSED
-        and spec.attention is Attention.BLOCK_CAUSAL
-        and spec.context in (None, Attention.BLOCK_CAUSAL)
-        and not spec.blocks_after_prompt
-        and not spec.sliding_window
-        and not spec.logit_shift
-        and spec.block_length > 0
-    )
+    """Tell whether the device can lead the model's rows by itself: from block to block, or through each block of a
+    canvas whose keys a forward of the plain runner has renewed (dual cache)."""
+    match spec.commit:
+        case Commit.FUSED:
+            attention, fits = Attention.BLOCK_CAUSAL, not spec.blocks_after_prompt
+        case Commit.REFRESHED:
+            attention, fits = Attention.BIDIRECTIONAL, True
+        case _:
+            return False
+    plain = not spec.sliding_window and not spec.logit_shift and spec.block_length > 0
+    return fits and plain and spec.attention is attention and spec.context in (None, attention)
 
 
 def bucket_sizes(max_rows: int) -> list[int]:
@@ -65,6 +66,9 @@ def canvas_state(row: Row, layout: Layout) -> list[int] | None:
     state[Field.LIVE] = 1
     state[Field.START] = canvas.start
     state[Field.LIMIT] = canvas.limit
+    if not _ends_with_block(row, canvas, block):
+        # Behind this block the host comes first again.
+        state[Field.END], state[Field.LIMIT] = row.visible_end[-1], min(canvas.limit, row.end)
     state[Field.STEP] = canvas.step
     # More than a block is missing before it: that is written first, by itself.
     state[Field.COMMIT] = int(canvas.start - row.start == block)
@@ -77,14 +81,22 @@ def canvas_state(row: Row, layout: Layout) -> list[int] | None:
     state[Field.TEMPERATURE] = _bits(divisor(sampling))
     state[layout.tokens] = row.token_ids[-block:]
     state[layout.masked] = map(int, canvas.masked)
-    state[layout.before] = canvas.before or [0] * block
+    # A row of an own end never asks for the block before, which may be shorter than its own.
+    state[layout.before] = canvas.before if canvas.before and not state[Field.END] else [0] * block
     return state
+
+
+def _ends_with_block(row: Row, canvas: Canvas, block: int) -> bool:
+    """Tell whether everything in the row sees as far as its own block, and no further."""
+    lead = canvas.start - row.start
+    aligned = canvas.start % block == 0 and row.visible_end[-1] == row.end
+    return aligned and (lead == 0 or row.visible_end[lead - 1] == canvas.start)
 
 
 def _is_plain(row: Row, canvas: Canvas, block: int) -> bool:
     return (
         len(canvas.masked) == block
-        and canvas.start % block == 0
+        and (_ends_with_block(row, canvas, block) or (row.start == canvas.start and len({*row.visible_end}) == 1))
         and row.end == canvas.start + block
         and canvas.limit > canvas.start
         and row.guide is None
@@ -154,7 +166,10 @@ class AheadRunner:
     def capture(self, progress: Progress) -> None:
         """Capture every size, and choose for each how blocks are committed by what the steps take."""
         graphs, block = self._graphs, self._layout.block
-        kinds = [(size, paired) for size in reversed(self._sizes) for paired in (True, False)]
+        # Where nothing is committed, a step has nothing to do for the block before.
+        ways = (True, False) if self._runner.model.spec.commit is Commit.FUSED else (False,)
+        self._paired = dict.fromkeys(self._sizes, ways[0])
+        kinds = [(size, paired) for size in reversed(self._sizes) for paired in ways]
         for number, (size, paired) in enumerate(kinds, 1):
             graphs.capture([size], paired)
             progress(number, len(kinds))
@@ -197,7 +212,7 @@ class AheadRunner:
         """Tell whether the step under way is the one that a row asks for."""
         if flight.asked.get(row.request_id) != state or self._lead(row) not in (0, self._layout.block):
             return False
-        needed = -(-row.end // self._layout.page_size)
+        needed = -(-row.visible_end[-1] // self._layout.page_size)
         return flight.pages[row.request_id][:needed] == row.pages[:needed]
 
     def _lead(self, row: Row) -> int:

@@ -18,6 +18,7 @@ _RULE = tl.constexpr(int(Field.RULE))
 _THRESHOLD = tl.constexpr(int(Field.THRESHOLD))
 _STEPS = tl.constexpr(int(Field.STEPS))
 _FILLER_RULES = tl.constexpr(int(Field.FILLER_RULES))
+_END = tl.constexpr(int(Field.END))
 _STATIC = tl.constexpr(int(Rule.STATIC))
 _DYNAMIC = tl.constexpr(int(Rule.DYNAMIC))
 _DYNAMIC_LEFTMOST = tl.constexpr(int(Rule.DYNAMIC_LEFTMOST))
@@ -91,14 +92,16 @@ def _ask(
         committing = tl.load(state + _COMMIT) != 0
         position = start + i - tl.where(committing, BLOCK, 0)
         column = i + tl.where(committing, 2 * BLOCK, 0)
-    real = live & (position >= 0) & inside
+    bound = tl.load(state + _END) + 0 * i
+    real = live & (position >= 0) & inside & ((bound == 0) | (position >= start))
     position = tl.where(real, position, 0)
     page = tl.load(lists + 3 * BLOCK + position // PAGE, mask=real, other=0)
     place = row * QUERY + i
+    ends = tl.where(bound > 0, bound, (position // BLOCK + 1) * BLOCK)
     tl.store(ids_ptr + place, tl.load(lists + column, mask=real, other=0), mask=inside)
     tl.store(positions_ptr + place, position, mask=inside)
     tl.store(slots_ptr + place, tl.where(real, page * PAGE + position % PAGE, scratch), mask=inside)
-    tl.store(ends_ptr + place, tl.where(real, (position // BLOCK + 1) * BLOCK, 1).to(tl.int32), mask=inside)
+    tl.store(ends_ptr + place, tl.where(real, ends, 1).to(tl.int32), mask=inside)
     for first in range(0, pages, BLOCK_Q):
         number = first + i
         page = tl.load(lists + 3 * BLOCK + number, mask=number < pages, other=0)

@@ -115,6 +115,7 @@ def test_the_twins_do_what_the_references_do(paired, block):
     state[4, Field.LIVE] = 0
     state[5, Field.COMMIT] = 0 if paired else 1
     state[5, Field.START] = block
+    state[6, Field.END], state[6, Field.START] = 3 * block + 1, block + 1
     ours = state.clone()
     for step in range(5):
         asked, expected = kernels.gpu.canvas.canvas_query(ours, layout), canvas_query(state, layout)

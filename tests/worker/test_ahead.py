@@ -20,6 +20,7 @@ from worker.engine.plan import Canvas, Plan, Row
 from worker.engine.ports import Arrival, Decision, Forward, Inbox
 from worker.engine.scheduler import BatchLimits, CacheShape
 from worker.models import LoadedModel, load_model
+from worker.models.spec import Attention, Commit
 from worker.runner import Runner
 
 PAGE = 8
@@ -155,6 +156,25 @@ def test_preemption_and_aborts_change_nobody_elses_tokens(model, paired, num_pag
     }
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_blocks_of_a_dual_cache_get_the_tokens_of_the_plain_runner(model, seed):
+    """The whole canvas runs at each block's start; between two of those the device leads."""
+    draw = random.Random(seed)
+    spec = replace(
+        model.spec,
+        commit=Commit.REFRESHED,
+        attention=Attention.BIDIRECTIONAL,
+        blocks_after_prompt=True,
+        cache="dual",
+    )
+    dual = replace(model, spec=spec)
+    waves = waves_of([a_request(number, draw, LowConfidenceStatic(steps=4)) for number in range(8)], draw)
+    plain = make_engine(dual, Runner(dual, 96, PAGE, DEVICE), 96, 6, 256, ahead=False)
+    forward = make_ahead(dual, 96, 6, paired=False)
+    assert run(make_engine(dual, forward, 96, 6, 256), waves) == run(plain, waves)
+    assert forward.asked > forward.postponed > 0
+
+
 @pytest.mark.parametrize("budget", [16, 20, 33])
 def test_rows_that_share_too_small_a_budget_all_come_to_an_end(model, budget):
     draw = random.Random(budget)
@@ -259,5 +279,9 @@ def test_only_families_that_go_from_block_to_block_are_led(model):
     spec = model.spec
     assert goes_ahead(spec)
     assert spec.block_length == BLOCK_LENGTH
+    dual = {"commit": Commit.REFRESHED, "attention": Attention.BIDIRECTIONAL, "blocks_after_prompt": True}
+    assert goes_ahead(replace(spec, **dual))
+    assert not goes_ahead(replace(spec, **{**dual, "attention": Attention.CAUSAL}))
+    assert not goes_ahead(replace(spec, commit=Commit.SEEDED))
     for changes in ({"logit_shift": 1}, {"blocks_after_prompt": True}, {"sliding_window": 4}, {"block_length": 0}):
         assert not goes_ahead(replace(spec, **changes))

@@ -166,7 +166,7 @@ class Scheduler:
 
     def _look_ahead(self) -> None:
         for sequence in self.running:
-            if sequence.copies > 1 or sequence.limit <= sequence.canvas_end:
+            if sequence.copies > 1 or sequence.limit <= sequence.reach:
                 continue
             wanted = self.pool.pages_for(sequence.reach + sequence.block_length) - len(sequence.pages)
             # Nobody shall be preempted, or wait, for what may never be used.

@@ -13,6 +13,7 @@ for stage in "$@"; do
     engine) serve 170 engine --plain ;;
     again) serve 100 engine prompts ;;
     fp8) serve 100 engine --weights fp8 ;;
+    llada) serve 100 llada --model LLaDA-8B --rows 1,8 ;;
     lora) timeout 120 python3 -m tests.bench.lora > $R/lora.txt 2>&1; tail -n 25 $R/lora.txt | cut -c1-200 ;;
     block4) serve 100 engine --block 4 --steps 2 ;;
     prompts) serve 90 memory prompts ;;
@@ -21,7 +22,7 @@ for stage in "$@"; do
     sweep) mkdir -p /tmp/warm; PIDS=; for i in 0 1 2 3 4 5 6 7 8 9 10 11; do OUT=/tmp/warm timeout 100 python3 -m tests.bench.gpu.kernels attention --warm --part $i --parts 12 >/tmp/warm/a$i 2>&1 & PIDS="$PIDS $!"; done; wait $PIDS
       timeout 90 python3 -m tests.bench.gpu.kernels attention > $R/kernels.log 2>&1; tail -n 2 $R/kernels.log | cut -c1-200 ;;
     agreement) for d in float32 bfloat16; do for a in off on; do DIFFLEET_DEVICE=cuda DIFFLEET_DTYPE=$d DIFFLEET_STEP_AHEAD=$a timeout 60 python3 -m tests.bench.gpu.agreement sdar llada llada2 2>&1 | tail -n 4; done; done ;;
-    soak) serve 150 soak --seconds 80 ;;
+    soak) serve 150 soak --seconds 90 ;;
     goldens) DIFFLEET_DEVICE=cuda tests 110 goldens.txt tests/goldens/test_goldens.py -k "sdar or llada"
       DIFFLEET_DEVICE=cuda DIFFLEET_STEP_AHEAD=on tests 80 goldens-ahead.txt tests/goldens/test_goldens.py -k "(sdar or llada2) and (alone or batch)" ;;
   esac

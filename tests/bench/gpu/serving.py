@@ -37,6 +37,7 @@ from worker.memory import step_bytes
 from worker.models import LoadedModel
 from worker.models.fp8 import quantize
 from worker.models.layers import Decoder
+from worker.models.spec import Attention, Commit
 from worker.runners import make_runner
 
 PAGE = 32
@@ -152,6 +153,45 @@ def bench_engine(model: LoadedModel, report: Report, rows: int, ahead: bool = Tr
     )
 
 
+def bench_llada(model: LoadedModel, report: Report, rows: int) -> None:
+    """Dual cache: each block begins with a forward over the whole canvas, whose logits are its first step."""
+    spec = replace(
+        model.spec,
+        attention=Attention.BIDIRECTIONAL,
+        commit=Commit.REFRESHED,
+        blocks_after_prompt=True,
+        cache="dual",
+        max_model_len=2048,
+    )
+    watched = Watched(replace(model, spec=spec), rows, rows * ((CONTEXT + PRODUCE) // PAGE + 3), budget=16_384)
+    engine = watched.engine
+    for wave in range(2):
+        inbox = Inbox(arrivals=[Arrival(a_request(number + wave * rows, model), epoch=1) for number in range(rows)])
+        began, mark = time.perf_counter(), len(watched.times)
+        while inbox.arrivals or not engine.idle:
+            for event in engine.step(inbox).events:
+                if isinstance(event, Failed):
+                    raise RuntimeError(event.message)
+            inbox = Inbox()
+        seconds = time.perf_counter() - began
+        # The first wave is for compilers.
+        if wave:
+            steps = [b - a for a, b in zip(watched.times[mark:], watched.times[mark + 1 :], strict=False)]
+            assert isinstance(watched.forward, AheadRunner)
+            report(
+                {
+                    "bench": "dual cache",
+                    "rows": rows,
+                    "tokens_s": rows * PRODUCE / seconds,
+                    "step_median_ms": median(steps) * 1e3,
+                    "step_longest_ms": max(steps) * 1e3,
+                    "steps": len(steps),
+                    "postponed": watched.forward.postponed,
+                    "asked": watched.forward.asked,
+                }
+            )
+
+
 def bench_prompts(model: LoadedModel, report: Report, running: int, coming: int, budget: int) -> None:
     """`coming` prompts arrive while `running` rows decode."""
     rows = running + coming
@@ -196,7 +236,7 @@ def bench_prompts(model: LoadedModel, report: Report, running: int, coming: int,
 def bench_soak(model: LoadedModel, report: Report, seconds: float) -> None:
     """Mixed arrivals, aborts and preemptions over few pages; pages and memory must be at the end what they were."""
     draw = random.Random(1)
-    rows, pages = 24, 24 * 9
+    rows, pages = 24, 24 * 6
     watched = Watched(model, rows, pages, budget=2048)
     engine, number, steps, ends = watched.engine, 0, 0, dict[str, int]()
     alive: list[str] = []
@@ -205,7 +245,7 @@ def bench_soak(model: LoadedModel, report: Report, seconds: float) -> None:
     while time.perf_counter() - began < seconds or not engine.idle:
         inbox = Inbox()
         arriving = time.perf_counter() - began < seconds
-        while arriving and engine.load().waiting + len(inbox.arrivals) < 8 and draw.random() < 0.5:
+        while arriving and engine.load().waiting + len(inbox.arrivals) < 8 and draw.random() < 0.8:
             sampled = draw.random()
             request = a_request(number, model, draw.choice([8, 40, 120, 300]), draw.choice([5, 60, 300, 700]))
             # Some texts come again and again, from the cache if they are still in it.
@@ -336,7 +376,7 @@ async def bench_path(name: str, report: Report, concurrencies: list[int], rounds
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", nargs="+", choices=("engine", "prompts", "soak", "path", "memory"))
+    parser.add_argument("what", nargs="+", choices=("engine", "llada", "prompts", "soak", "path", "memory"))
     parser.add_argument("--model", default="SDAR-8B", choices=list(SHAPES))
     parser.add_argument("--rows", default="1,8,32,64")
     parser.add_argument("--block", type=int, default=32)
@@ -371,6 +411,10 @@ def main() -> None:
                         bench_engine(model, report, each)
                         if arguments.plain:
                             bench_engine(model, report, each, ahead=False)
+                        _tidy()
+                elif what == "llada":
+                    for each in rows:
+                        bench_llada(model, report, each)
                         _tidy()
                 elif what == "prompts":
                     for budget in (1024, 2048, 4096):
