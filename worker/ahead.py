@@ -96,6 +96,7 @@ def _ends_with_block(row: Row, canvas: Canvas, block: int) -> bool:
 def _is_plain(row: Row, canvas: Canvas, block: int) -> bool:
     return (
         len(canvas.masked) == block
+        and canvas.block_length in (0, block)
         and (_ends_with_block(row, canvas, block) or (row.start == canvas.start and len({*row.visible_end}) == 1))
         and row.end == canvas.start + block
         and canvas.limit > canvas.start

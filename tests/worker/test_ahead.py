@@ -259,7 +259,18 @@ def test_every_fact_of_a_row_is_one_that_the_device_is_told_or_that_keeps_a_row_
     """A new field belongs into `canvas_state`, or into `_is_plain` as a reason against it; then into this list."""
     assert {each.name for each in fields(Canvas)} == {
         *("start", "masked", "step", "last", "sampling", "decoding", "stop_token_ids", "shift", "seed", "editable"),
-        *("undecided_at_first", "forbidden", "limit", "before", "edits", "logprobs", "guarded", "tests_draft"),
+        *(
+            "undecided_at_first",
+            "forbidden",
+            "limit",
+            "block_length",
+            "before",
+            "tests_draft",
+            "edits",
+            "logprobs",
+            "guarded",
+            "tests_draft",
+        ),
     }
     assert {each.name for each in fields(Row)} == {
         *("request_id", "start", "token_ids", "visible_end", "pages", "canvas", "positions", "near", "guide"),
