@@ -13,6 +13,7 @@ from openai import OpenAI
 from openai.types import Batch
 from openai.types.responses import Response
 from prometheus_client.parser import text_string_to_metric_families
+from pydantic import BaseModel
 from redis import Redis
 
 from tests.conformance.conftest import IDLE, client_of
@@ -220,6 +221,22 @@ def test_c36_a_background_response_is_resumed_at_every_number_through_any_front(
             assert helper.get_final_response().output_text == ended.output_text
 
 
+class Sum(BaseModel):
+    total: int
+
+
+def test_c36_a_response_follows_a_schema(client: OpenAI, http: httpx.Client) -> None:
+    options: Any = {"model": MODEL, "input": "What is 12 + 30?", "max_output_tokens": 32}
+    parsed = client.responses.parse(text_format=Sum, **options)
+    assert parsed.status == "completed" and isinstance(parsed.output_parsed, Sum)
+    assert parsed.text and parsed.text.format and parsed.text.format.type == "json_schema"
+    with client.responses.stream(text_format=Sum, **options) as helper:
+        assert isinstance(helper.get_final_response().output_parsed, Sum)
+    body = {"model": MODEL, "input": "x", "text": {"format": {"type": "json_schema", "schema": {"type": "objekt"}}}}
+    response = http.post("/v1/responses", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "text.format.schema")
+
+
 def test_c36_a_background_stream_goes_on_without_its_reader(client: OpenAI, fleet: LiveFleet) -> None:
     stream = client.responses.create(
         model=MODEL, input="Tell me a story.", background=True, stream=True, extra_body={"ignore_eos": True}
@@ -255,7 +272,7 @@ def test_c36_responses_are_cancelled_continued_listed_and_deleted(client: OpenAI
         ({"input": []}, "input"),
         ({"input": [{"type": "function_call_output"}]}, "input[0].type"),
         ({"previous_response_id": "resp_nope"}, "previous_response_id"),
-        ({"text": {"format": {"type": "json_object"}}}, "text"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"truncation": "auto"}, "truncation"),
     ):
         error = http.post("/v1/responses", json={"model": MODEL, "input": "hi"} | wrong).json()["error"]
