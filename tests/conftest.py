@@ -17,7 +17,7 @@ from tests.servers import named_program
 _PERMANENT = re.compile(
     # Each with the reason that `shared.keys` gives.
     rb"df:models"
-    rb"|df:\{[^}]+\}:(card|q:(rt|std|bulk)|dlq|workers)"
+    rb"|df:\{[^}]+\}:(card|loras|q:(rt|std|bulk)|dlq|workers)"
 )
 
 

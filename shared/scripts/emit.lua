@@ -4,8 +4,7 @@
 -- ARGV: epoch, owner, seq, type, event, committed blocks, produced tokens, nfe
 -- Returns 1 done, 0 was done already, -1 fenced, -2 a gap before seq
 local request = fetch(KEYS[1], 'st', 'ep', 'own', 'seq', 'cap', 'dl', 'ret')
-local whole = tonumber(request.seq) and tonumber(request.dl) and tonumber(request.ret)
-  and string.match(request.cap or '', '^%d+$')
+local whole = countable(request.seq) and countable(request.dl) and countable(request.ret) and countable(request.cap)
 if not whole or not owned(request, ARGV[1], ARGV[2]) then return -1 end
 local seq = tonumber(ARGV[3])
 if seq <= tonumber(request.seq) then return 0 end

@@ -9,7 +9,7 @@ local request = fetch(KEYS[1], 'st', 'ep', 'own', 'seq', 'cap', 'eid', 'ret', 'l
 if request.st and TERMINAL[request.st] and request.ep == ARGV[1] and request.own == ARGV[2] then
   return request.seq == ARGV[5] and 0 or -1
 end
-local whole = tonumber(request.seq) and string.match((request.cap or '') .. (request.ret or ''), '^%d+$')
+local whole = countable(request.seq) and countable(request.cap) and countable(request.ret)
   and entry_id(request.eid) and lanes[request.lane or '']
 if not whole or not owned(request, ARGV[1], ARGV[2]) then return -1 end
 local seq = tonumber(request.seq)

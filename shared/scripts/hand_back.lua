@@ -5,12 +5,13 @@
 -- ARGV: epoch, group, consumer, lease ms, delay ms, how many workers may try what this one cannot (0: any number)
 -- Returns 1 done, -1 fenced, 0 still this worker's: so many have tried
 local lanes = { rt = KEYS[3], std = KEYS[4], bulk = KEYS[5] }
-local request = fetch(KEYS[1], 'st', 'ep', 'own', 'eid', 'lane', 'att')
-local whole = entry_id(request.eid) and lanes[request.lane or ''] and string.match(request.att or '', '^%d+$')
+local request = fetch(KEYS[1], 'st', 'ep', 'own', 'eid', 'lane', 'att', 'unable')
+local whole = entry_id(request.eid) and lanes[request.lane or ''] and countable(request.att)
 if not whole or not owned(request, ARGV[1], ARGV[3]) then return -1 end
 local lease, delay = tonumber(ARGV[4]), tonumber(ARGV[5])
-local most = tonumber(ARGV[6])
-if most > 0 and redis.call('HINCRBY', KEYS[1], 'unable', 1) >= most then return 0 end
+local most, tried = tonumber(ARGV[6]), (tonumber(request.unable) or 0) + 1
+if most > 0 then redis.call('HSET', KEYS[1], 'unable', tried) end
+if most > 0 and tried >= most then return 0 end
 redis.call('HSET', KEYS[1], 'st', 'queued', 'own', '', 'alone', 0)
 redis.call('HINCRBY', KEYS[1], 'ep', 1)
 redis.call('HINCRBY', KEYS[1], 'att', -1)

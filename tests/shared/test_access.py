@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 from redis import exceptions
 
+from shared.administration import Administration
 from shared.client import FleetClient
 from shared.connection import Link
 from shared.heart import Heart
 from shared.keys import Keys
+from shared.lora import AdapterRecord
 from shared.queue import WorkerQueue
 from shared.roster import WorkerInfo
 from tests.shared.protocol_for_tests import MODEL, block_of, card_of, command_for, end_of
@@ -62,6 +64,16 @@ async def test_front_and_worker_do_their_part_with_these_rights_alone(redis_url:
         assert [worker.id for worker in await fleet.workers(MODEL)] == ["w1"]
         assert (await fleet.models(), await fleet.depth(MODEL)) == ([MODEL], 0)
         assert await queue.wait(1) == []
+        link = Link.open(redis_url.replace("unix://", "unix://api:secret@"))
+        admin = Administration(link)
+        await admin.adapters.add(MODEL, AdapterRecord("fox", "fox", "0" * 64, 4, 100, 1))
+        await admin.orders.drain(MODEL, "w1")
+        await admin.orders.flush(MODEL)
+        assert (await queue.orders()).drain
+        assert (await admin.inspect(first.id)) is not None
+        assert await fleet.adapters(MODEL) and await admin.adapters.remove(MODEL, "fox")
+        assert await admin.dead_letters.list(MODEL, 1, 10) == []
+        await link.close()
     heart.close()
     await queue.close()
 

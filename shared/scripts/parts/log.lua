@@ -33,6 +33,11 @@ local function entry_id(text)
   return text ~= nil and #text <= 40 and string.match(text, '^%d+%-%d+$') ~= nil
 end
 
+-- True for a count that commands take: up to 15 digits, where Lua's numbers are exact as well.
+local function countable(text)
+  return text ~= nil and #text <= 15 and string.match(text, '^%d+$') ~= nil
+end
+
 -- The fence of every write of a worker. The owner counts too: a server that crashed and lost its last second may hand
 -- out one epoch twice.
 local function owned(request, epoch, owner)
