@@ -30,6 +30,7 @@ from shared.decoding import (
     LowConfidenceDynamic,
     LowConfidenceStatic,
     MaskgitPlus,
+    MultiBlock,
     Origin,
     RandomOrder,
     Sequential,
@@ -73,6 +74,7 @@ STRATEGIES: tuple[Decoding, ...] = (
     Entropy(steps=8),
     SubBlock(),
     JointThreshold(),
+    MultiBlock(),
 )
 SWEEP: tuple[Decoding, ...] = tuple(
     Threshold(threshold=value) for value in (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
