@@ -79,7 +79,7 @@ GUIDED = frozenset({"structured_outputs", "guided_json", "guided_regex", "guided
 STRUCTURED = GUIDED | {"response_format"}
 
 
-def _as_list(value: object) -> object:
+def as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
@@ -344,7 +344,7 @@ class GenerationBody(StrictBody):
     logit_bias: dict[str, float] | None = Field(
         default=None, max_length=1024, description="Token id to -100 .. 100, added to its logit."
     )
-    stop: Annotated[Annotated[list[StopString], Field(max_length=16)] | None, BeforeValidator(_as_list)] = None
+    stop: Annotated[Annotated[list[StopString], Field(max_length=16)] | None, BeforeValidator(as_list)] = None
     stop_token_ids: list[int] | None = Field(default=None, max_length=64)
     ignore_eos: bool | None = None
     max_nfe: int | None = Field(default=None, ge=1, lt=COUNT_LIMIT, description="Cap on denoising forwards.")
@@ -482,7 +482,7 @@ class CompletionBody(GenerationBody):
         le=5,
         description="Log-probability of each token when it was decided, and of so many others.",
     )
-    stop: Annotated[Annotated[list[StopString], Field(max_length=4)] | None, BeforeValidator(_as_list)] = None
+    stop: Annotated[Annotated[list[StopString], Field(max_length=4)] | None, BeforeValidator(as_list)] = None
     max_tokens: int | None = Field(default=None, ge=1, description="Unset: 16, as OpenAI has it.")
     stream_options: StreamOptions | None = None
 
@@ -506,7 +506,7 @@ class ChatBody(GenerationBody):
 
     n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
     messages: list[ChatMessage] = Field(min_length=1)
-    stop: Annotated[Annotated[list[StopString], Field(max_length=4)] | None, BeforeValidator(_as_list)] = None
+    stop: Annotated[Annotated[list[StopString], Field(max_length=4)] | None, BeforeValidator(as_list)] = None
     max_completion_tokens: int | None = Field(
         default=None, ge=1, lt=COUNT_LIMIT, description="Newer name of max_tokens; wins over it."
     )
