@@ -6,7 +6,7 @@ machine (`num_ctx`, `keep_alive`, ...) are left to the fleet.
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal, assert_never
+from typing import Annotated, Any, ClassVar, Literal, assert_never
 
 import orjson
 from fastapi import APIRouter, Request
@@ -95,6 +95,8 @@ class OllamaBody(StrictBody):
 
 
 class OllamaGenerate(OllamaBody):
+    delivers: ClassVar[frozenset[str]] = frozenset({"suffix"})
+
     prompt: str = Field(default="", description="Put into the model's chat template, unless `raw`.")
     suffix: str | None = None
     system: str | None = None
