@@ -1,4 +1,4 @@
-"""Draw tokens/s over batch with the roofline: python -m tests.bench.gpu.plot FOLDER (its *-steps.jsonl become PNGs)."""
+"""Draw tokens/s over batch with the roofline: python -m tests.bench.gpu.plot FOLDER (*-steps.jsonl, *-serving.jsonl)."""
 
 import json
 import sys
@@ -22,6 +22,8 @@ _ROWS = (1, 8, 32, 64)
 def main(folder: Path) -> None:
     rows = [json.loads(line) for path in sorted(folder.glob("*-steps.jsonl")) for line in path.read_text().splitlines()]
     steps = [row for row in rows if row.get("bench") == "steps"]
+    served = [json.loads(line) for path in folder.glob("*-serving.jsonl") for line in path.read_text().splitlines()]
+    engine = [row for row in served if row["bench"] == "engine" and row["ahead"]]
     figure, panels = plt.subplots(1, len(_PANELS), figsize=(15, 4.6))
     for panel, (name, block, per_step) in zip(panels, _PANELS, strict=True):
         shape = SHAPES[name]
@@ -36,6 +38,13 @@ def main(folder: Path) -> None:
             if best:
                 label = "Diffleet, block committed " + ("by its own pass" if commit == "own pass" else "with the next")
                 panel.plot(*zip(*sorted(best.items()), strict=True), style, label=label)
+        for weights, label in (("stored", "Diffleet's engine"), ("fp8", "Diffleet's engine, weights of 8 bits")):
+            best = {}
+            for row in engine:
+                if (row["model"], row["block"], row.get("weights", "stored")) == (name, block, weights):
+                    best[row["rows"]] = max(best.get(row["rows"], 0.0), row["tokens_s"])
+            if best:
+                panel.plot(*zip(*sorted(best.items()), strict=True), "D-.", markersize=4, label=label)
         if (name, block) in _PEER:
             panel.plot(_ROWS, _PEER[name, block], "x:", color="tab:red", label="LMDeploy 0.18")
         panel.set(title=f"{name}, block {block}, {per_step} tokens a step", xlabel="sequences", ylabel="tokens/s")
