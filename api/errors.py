@@ -89,7 +89,7 @@ def of_failure(event: Failed) -> ApiError:
             return ApiError(400, "unsupported_parameter", event.message, event.param)
         case "too_long":
             return ApiError(400, "context_length_exceeded", event.message, event.param or "prompt")
-        case "no_capacity" | "out_of_memory":
+        case "out_of_memory":
             return overloaded(event.message, 1)
         case "expired":
             return ApiError(504, "timeout", event.message, event.param)

@@ -95,7 +95,7 @@ class Relay:
             command = command.model_copy(update={"trace": span.context})
         events = self._fleet.run(
             command,
-            queue_limit=self.settings.queue_limit if terms.queue_limit is None else terms.queue_limit,
+            queue_limit=self._queue_limit(command) if terms.queue_limit is None else terms.queue_limit,
             idempotency_key=terms.idempotency_key,
             tenant=terms.tenant,
             retention_ms=RETENTION_MS if terms.retention_ms is None else terms.retention_ms,
@@ -105,6 +105,10 @@ class Relay:
         given = sum(token != HOLE for token in command.template or ())
         subject = Subject(command.id, command.model, len(command.prompt) + given, terms.block_length)
         return self._follow(subject, events, receive, terms)
+
+    def _queue_limit(self, command: Generate) -> int:
+        bulk = self.settings.bulk_queue_limit if command.lane == "bulk" else None
+        return self.settings.queue_limit if bulk is None else bulk
 
     def resume(self, subject: Subject, receive: Receive | None) -> "Follow":
         """Follow a request that runs, or has ended, from its first event; it goes on if its caller leaves."""

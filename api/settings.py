@@ -15,6 +15,9 @@ class ApiSettings(ServiceSettings):
     port: int = Field(default=8000, ge=0, le=65_535, description="Port to listen on; 0: any free one.")
     max_body_bytes: int = Field(default=2**20, ge=1024, description="Longest request body; longer ones get 413.")
     queue_limit: int = Field(default=256, ge=1, description="Requests queued and running of one model; more get 503.")
+    bulk_queue_limit: int | None = Field(
+        default=None, ge=1, description="The same for lines of batches, which wait for room; unset: queue_limit."
+    )
     tenant_limit: int = Field(
         default=0, ge=0, description="Requests queued and running of one API key and model; more get 429. 0: no limit."
     )

@@ -30,7 +30,6 @@ FailCode = Literal[
     "invalid_request",
     "unsupported",
     "too_long",
-    "no_capacity",
     "nan",
     "out_of_memory",
     "internal",

@@ -1,14 +1,20 @@
 """Blocking reads of the lanes, for a worker that has nothing to do."""
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from redis.exceptions import ResponseError
 
 from shared.commands import LANES
 from shared.connection import FleetUnavailable, Link
 from shared.keys import GROUP, Keys
 
 _AGAIN_S = 0.05
+_POLL_S = 0.25
+
+log = logging.getLogger(__name__)
 
 _Read = list[tuple[bytes, list[tuple[bytes, dict[bytes, bytes]]]]]
 """What XREADGROUP returns: for each lane that has some, its entries."""
@@ -74,7 +80,15 @@ class LaneReader:
                 ids[number] = client_id
         # COUNT 1: blocked consumers are served in turn, and a burst must not go to the first one alone.
         command = ("XREADGROUP", "GROUP", GROUP, self._worker, "COUNT", 1, "BLOCK", block_ms, "STREAMS", *lanes)
-        reply: _Read | None = await link.command(*command, *[">" for _ in lanes])
+        try:
+            reply: _Read | None = await link.command(*command, *[">" for _ in lanes])
+        except ResponseError as error:
+            if not str(error).startswith("WRONGTYPE"):
+                raise
+            # Somebody else's key under a lane's name: `take` passes it over, so that is how to look for work.
+            log.error("a key has the name of a lane, but is none: %s", ", ".join(lanes))
+            await asyncio.sleep(min(_POLL_S, block_ms / 1000))
+            return []
         return [
             Entry(lane.decode(), entry_id.decode(), fields.get(b"id", b""), fields.get(b"v", b"1"))
             for lane, read in (_Read() if reply is None else reply)

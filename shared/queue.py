@@ -333,7 +333,7 @@ class WorkerQueue:
                 try:
                     await self._link.command("XGROUP", "CREATE", part.keys.lane(lane), GROUP, "0", "MKSTREAM")
                 except exceptions.ResponseError as error:
-                    if not str(error).startswith("BUSYGROUP"):
+                    if not str(error).startswith(("BUSYGROUP", "WRONGTYPE")):
                         raise
         self._group_failures = 0
 

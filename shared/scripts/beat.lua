@@ -33,7 +33,7 @@ for i = 7, #KEYS, 2 do
     answers[slot + 1] = 'fenced'
     acquit(KEYS[i])
   else
-    redis.call('XCLAIM', lanes[request.lane], group, consumer, 0, request.eid, 'JUSTID')
+    foreign(redis.pcall('XCLAIM', lanes[request.lane], group, consumer, 0, request.eid, 'JUSTID'))
     local reason = redis.pcall('GET', KEYS[i + 1])
     if not foreign(reason) and type(reason) == 'string' then
       answers[slot + 1] = 'aborted:' .. reason

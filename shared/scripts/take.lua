@@ -73,7 +73,9 @@ if left > 0 and (hinted or reap) then
     for _ = 1, 40 do
       if left == 0 then break end
       local idle = reap and worker.lease or HANDED_BACK
-      local reply = redis.call('XAUTOCLAIM', KEYS[i], worker.group, worker.name, idle, cursors[i], 'COUNT', left)
+      local reply = redis.pcall('XAUTOCLAIM', KEYS[i], worker.group, worker.name, idle, cursors[i], 'COUNT', left)
+      -- Somebody else's key under a lane's name stops neither this worker nor the other lanes.
+      if foreign(reply) then break end
       cursors[i] = reply[1]
       for _, entry in ipairs(reply[2]) do receive(KEYS[i], entry) end
       if cursors[i] == '0-0' then break end
@@ -108,8 +110,8 @@ end
 for i = 1, 3 do
   for _ = 1, 16 do
     if left == 0 then break end
-    local reply = redis.call('XREADGROUP', 'GROUP', worker.group, worker.name, 'COUNT', left, 'STREAMS', KEYS[i], '>')
-    if not (reply and reply[1]) then break end
+    local reply = redis.pcall('XREADGROUP', 'GROUP', worker.group, worker.name, 'COUNT', left, 'STREAMS', KEYS[i], '>')
+    if foreign(reply) or not (reply and reply[1]) then break end
     for _, entry in ipairs(reply[1][2]) do claim(KEYS[i], entry) end
   end
 end

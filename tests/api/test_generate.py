@@ -219,7 +219,6 @@ async def test_a_late_failure_becomes_an_error_event(caller: Caller, fleet: Scri
         ("invalid_request", 400, "invalid_value"),
         ("unsupported", 400, "unsupported_parameter"),
         ("too_long", 400, "context_length_exceeded"),
-        ("no_capacity", 503, "server_is_overloaded"),
         ("out_of_memory", 503, "server_is_overloaded"),
         ("nan", 500, "internal_error"),
         ("internal", 500, "internal_error"),

@@ -191,3 +191,32 @@ async def test_the_follower_of_a_request_with_a_damaged_hash_is_told_that_it_is_
 def test_a_payload_is_a_command_or_an_error_with_a_name(payload: bytes) -> None:
     with pytest.raises((InvalidCommand, UnsupportedCommand)):
         decode_command(payload)
+
+
+@pytest.mark.parametrize("lane", ["std", "bulk"])
+async def test_a_key_that_has_a_lanes_name_but_is_none_stops_neither_worker_nor_other_lanes(
+    redis_url: str, fleet_redis: Any, lane: str
+) -> None:
+    queue = WorkerQueue.connect(redis_url, MODEL, "w1", lease_ms=3_600_000, reap_every_ms=0)
+    heart = Heart.connect(redis_url, "w1", MODEL)
+    await queue.publish_card(card_of())
+    try:
+        async with FleetClient.connect(redis_url) as fleet:
+            held, other = command_for(lane=lane), command_for(lane="rt")  # type: ignore[arg-type]
+            await fleet.submit(held)
+            [claim] = await queue.take(1)
+            key = KEYS.lane(lane)  # type: ignore[arg-type]
+            fleet_redis.delete(key)
+            fleet_redis.set(key, "not a stream", ex=600)
+            assert await queue.wait(1) == []
+            await fleet.submit(other)
+            [second] = await queue.take(2)
+            assert second.id == other.id
+            heart.beat({claim.id: claim.epoch, second.id: second.epoch}, INFO)
+            for ended in (claim, second):
+                await finish(queue, ended)
+                assert (await fleet.result(ended.id)).state == "done"
+    finally:
+        fleet_redis.delete(KEYS.lane(lane))  # type: ignore[arg-type]
+        heart.close()
+        await queue.close()

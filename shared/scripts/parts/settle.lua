@@ -38,8 +38,9 @@ local function settle(names, group, request, seq, epoch, state, kind, event)
     redis.call('ZREM', prefix .. 't:' .. tenant, id)
   end
   if request.eid then
-    redis.call('XACK', names.lane, group, request.eid)
-    redis.call('XDEL', names.lane, request.eid)
+    if not foreign(redis.pcall('XACK', names.lane, group, request.eid)) then
+      redis.call('XDEL', names.lane, request.eid)
+    end
   end
   redis.call('PEXPIRE', names.request, request.ret)
   redis.call('PEXPIRE', names.log, request.ret)
