@@ -1,6 +1,7 @@
 """`rediss://` against a server that speaks nothing but TLS, with an authority of the test's own."""
 
 import asyncio
+import gc
 import shutil
 import subprocess
 import tempfile
@@ -135,3 +136,5 @@ async def test_who_is_not_who_it_should_be_is_refused_by_every_kind_of_connectio
     with pytest.raises(FleetUnavailable):
         async with FleetClient.connect(url) as fleet, asyncio.timeout(30):
             await anext(fleet.stream(command_for().id))
+    await asyncio.sleep(0.05)
+    gc.collect()
