@@ -10,10 +10,10 @@ def lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, adapter: Tensor, scale: Ten
     y [tokens, outputs], x [tokens, inputs], a [adapters, rank, inputs], b [adapters, outputs, rank] (smaller ranks are
     padded with zeros), adapter [tokens] int64, -1 for none, scale [tokens] float32. Products are float32.
     """
-    delta = torch.zeros(y.shape, dtype=torch.float32, device=y.device)
+    total = y.to(torch.float32, copy=True)
     for number in adapter.unique().tolist():
         if number >= 0:
             tokens = (adapter == number).nonzero()[:, 0]
-            low = x[tokens].float() @ a[number].float().T
-            delta[tokens] = scale[tokens, None] * (low @ b[number].float().T)
-    return (y.float() + delta).to(y.dtype)
+            low = scale[tokens, None] * (x[tokens].float() @ a[number].float().T)
+            total.index_add_(0, tokens, low @ b[number].float().T)
+    return total.to(y.dtype)
