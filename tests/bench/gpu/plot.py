@@ -1,4 +1,4 @@
-"""Draw tokens/s over batch with the roofline: python -m tests.bench.gpu.plot FOLDER (*-steps.jsonl, *-serving.jsonl)."""
+"""Draw tokens/s over batch under the roofline: python -m tests.bench.gpu.plot FOLDER, with its steps and servings."""
 
 import json
 import sys
