@@ -1,7 +1,9 @@
 """Linear speculation gives the tokens of causal decoding, in the forwards that its rule says."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.commands import Generate, Limits, LogitEdits, Sampling
+from shared.constraints import JsonObject
 from shared.decoding import LinearSpeculation
 from shared.events import Delta, Failed, Finished
 from tests.goldens.folder import find_folders
 from tests.worker.test_multi_block import NoText
 from tests.worker.test_streaming_window import run
-from worker.engine.engine import Engine
-from worker.engine.plan import Plan
+from worker.engine.engine import Engine, MakeGuard, no_guard
+from worker.engine.plan import UNDECIDED, Fill, Guarded, Plan, Scores
 from worker.engine.ports import Arrival, Decision, Forward, Inbox, Resume
 from worker.engine.scheduler import BatchLimits, CacheShape
 from worker.models import LoadedModel
@@ -46,16 +49,16 @@ def ask(n: int, max_tokens: int, block: int = 8, threshold: float | None = None,
     )
 
 
-def make_engine(model: LoadedModel, pages: int = 64, budget: int = 128) -> Engine:
-    limits = BatchLimits(8, budget)
-    return Engine(model.spec, CacheShape(4, pages), limits, Runner(model, pages, 4), lambda request, resume: NoText())
+def make_engine(model: LoadedModel, pages: int = 64, make_guard: MakeGuard = no_guard) -> Engine:
+    cache, limits, runner = CacheShape(4, pages), BatchLimits(8, 128), Runner(model, pages, 4)
+    return Engine(model.spec, cache, limits, runner, lambda request, resume: NoText(), make_guard)
 
 
-def causally(model: LoadedModel, requests: list[Generate]) -> dict[str, list[int]]:
+def causally(model: LoadedModel, requests: list[Generate], make_guard: MakeGuard = no_guard) -> dict[str, list[int]]:
     """Serve the model as the autoregressive one that it is as well."""
     plain = replace(model, spec=replace(model.spec, attention=Attention.CAUSAL))
     asked = [request.model_copy(update={"decoding": None, "block_length": 1}) for request in requests]
-    return {name: tokens for name, (tokens, _) in run(make_engine(plain), [asked]).items()}
+    return {name: tokens for name, (tokens, _) in run(make_engine(plain, make_guard=make_guard), [asked]).items()}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -89,6 +92,38 @@ def test_stops_least_lengths_and_penalties_are_those_of_causal_decoding(model: L
 
     assert {name: found for name, (found, _) in result.items()} == causally(model, wanted)
     assert result[wanted[0].id][0] == tokens[:5]
+
+
+class Alternating:
+    """A grammar: even and odd tokens take turns, of which the first one undecided is all that may be decided."""
+
+    accepts, finished = True, False
+
+    def __init__(self, request: Generate) -> None:
+        self._last = request.prompt[-1]
+
+    def push(self, token_id: int) -> None:
+        self._last = token_id
+
+    def fill(self, canvas: Guarded, wanted: Sequence[bool], scores: Scores) -> Fill:
+        found = scores.best_of(canvas.frontier, bytes((token + self._last) % 2 for token in range(512)))
+        assert found is not None and canvas.tokens[canvas.frontier] == UNDECIDED
+        fill = Fill([0] * len(wanted), [0.0] * len(wanted), [False] * len(wanted))
+        fill.tokens[canvas.frontier], fill.confidence[canvas.frontier] = found
+        fill.open[canvas.frontier] = True
+        return fill
+
+
+def test_a_grammar_is_followed_token_by_token(model: LoadedModel) -> None:
+    wanted = [ask(n, 12, constraint=JsonObject()) for n in range(1, 4)]
+
+    result = run(make_engine(model, make_guard=Alternating), [wanted])
+
+    expected = causally(model, wanted, make_guard=Alternating)
+    assert {name: tokens for name, (tokens, _) in result.items()} == expected
+    for request in wanted:
+        text = [request.prompt[-1], *expected[request.id]]
+        assert all((one + other) % 2 for one, other in pairwise(text))
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 6])
