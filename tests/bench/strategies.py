@@ -75,6 +75,10 @@ STRATEGIES: tuple[Decoding, ...] = (
     SubBlock(),
     JointThreshold(),
     MultiBlock(),
+    MultiBlock(tau_add=0.5),
+    MultiBlock(tau_semi=1.0),
+    MultiBlock(tau_semi=1.0, tau_acc=0.95),
+    MultiBlock(tau_semi=1.0, tau_acc=0.98),
 )
 SWEEP: tuple[Decoding, ...] = tuple(
     Threshold(threshold=value) for value in (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)

@@ -9,41 +9,32 @@ from shared.decoding import Decoding, LinearSpeculation, LowConfidenceStatic, Th
 from tests.goldens.folder import Entry, GoldenFolder
 from tests.goldens.passes import Pass
 from tests.goldens.runs import Run
-from worker.models.spec import Attention, Commit
+from worker.models.spec import Commit
 
 
 def to_runs(folder: GoldenFolder, entry: Entry) -> list[Run]:
-    """Return the entry's run; for linear speculation also that of plain causal decoding, whose tokens it gives."""
+    """Return the entry's run."""
     args, output = entry["args"], entry["output"]
     stop = args["eos_token_id"]
     end = output.index(stop) if stop in output else len(output)
     speculative = entry["function"] == "linear_spec_generate"
     facts: dict[str, Any] = {}
-    if speculative:
-        facts = {"attention": Attention.CAUSAL}
-    elif not args.get("causal_context", True):
+    if not args.get("causal_context", True):
         facts = {"commit": Commit.FUSED, "context": None}
+    threshold = args.get("threshold")
     request = Generate(
         id=entry["name"],
         model="golden",
         prompt=tuple(entry["prompt"]),
         sampling=Sampling(temperature=args["temperature"]),
         limits=Limits(max_tokens=args["max_new_tokens"], stop_token_ids=(stop,)),
-        decoding=_decoding(args.get("threshold")),
-        block_length=1 if speculative else args["block_length"],
+        decoding=LinearSpeculation(threshold=threshold) if speculative else _decoding(threshold),
+        block_length=args["block_length"],
     )
-    if not speculative:
-        return [Run(request, output[:end], _nfe(entry), facts=facts)]
-    drafts = {
-        "decoding": LinearSpeculation(threshold=args.get("threshold")),
-        "block_length": args["block_length"],
-    }
-    # The reference keeps what its last check brings beyond the limit.
-    tokens = output[: min(end, args["max_new_tokens"])]
-    return [
-        Run(request.model_copy(update=drafts), tokens, entry["nfe"]),
-        Run(request, tokens, len(tokens), facts=facts),
-    ]
+    if speculative:
+        # The reference keeps what its last check brings beyond the limit.
+        return [Run(request, output[: min(end, args["max_new_tokens"])], entry["nfe"])]
+    return [Run(request, output[:end], _nfe(entry), facts=facts)]
 
 
 def _decoding(threshold: float | None) -> Decoding:

@@ -77,6 +77,17 @@ def test_a_batch_gives_the_tokens_of_causal_decoding_drawn_ones_too(
     assert (engine.load().preemptions > 0) == (pages == 16)
 
 
+def test_the_references_speculation_has_the_tokens_of_our_causal_decoding(model: LoadedModel) -> None:
+    folder = next(folder for folder in find_folders() if folder.name == "nemotron_labs_diffusion")
+    entries = [entry for entry in folder.generate if entry["function"] == "linear_spec_generate"]
+    wanted = [
+        ask(1, len(entry["output"])).model_copy(update={"id": entry["name"], "prompt": tuple(entry["prompt"])})
+        for entry in entries
+    ]
+
+    assert entries and causally(model, wanted) == {entry["name"]: entry["output"] for entry in entries}
+
+
 def test_stops_least_lengths_and_penalties_are_those_of_causal_decoding(model: LoadedModel) -> None:
     free = ask(2, 16)
     tokens = causally(model, [free])[free.id]
