@@ -17,6 +17,7 @@ REQUIREMENTS = {
     "pydantic-ai": ["pydantic-ai-slim[openai]"],
     "openai-agents": ["openai-agents"],
     "llama-index": ["llama-index-llms-openai-like"],
+    "ollama": ["ollama"],
 }
 _CHECKS = Path(__file__).with_name("third_party_checks.py")
 

@@ -11,6 +11,28 @@ import sys
 QUESTION = "What is 12 + 30?"
 
 
+def ollama(url, model):
+    import ollama as library
+
+    client = library.Client(host=url.removesuffix("/v1"))
+    assert model in [entry.model for entry in client.list().models]
+    assert "completion" in client.show(model).capabilities
+    messages = [{"role": "user", "content": QUESTION}]
+    options = {"seed": 1, "num_predict": 32}
+    whole = client.chat(model=model, messages=messages, options=options)
+    assert whole.done and whole.message.content and whole.eval_count
+    parts = list(client.chat(model=model, messages=messages, options=options, stream=True))
+    assert "".join(part.message.content for part in parts) == whole.message.content
+    assert client.generate(model=model, prompt=QUESTION, options=options).response == whole.message.content
+    assert client.generate(model=model, prompt="Once", suffix=" the end.", options=options).response
+    try:
+        client.chat(model="nobody", messages=messages)
+    except library.ResponseError as error:
+        assert error.status_code == 404 and "nobody" in error.error
+    else:
+        raise AssertionError("an unknown model is an error")
+
+
 def litellm(url, model):
     import litellm as library
 
@@ -108,6 +130,7 @@ PACKAGES = {
     "pydantic-ai": (pydantic_ai, "pydantic-ai-slim"),
     "openai-agents": (openai_agents, "openai-agents"),
     "llama-index": (llama_index, "llama-index-llms-openai-like"),
+    "ollama": (ollama, "ollama"),
 }
 
 
