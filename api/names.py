@@ -59,4 +59,4 @@ OPEN_BATCHES = "df:{batches}:open"
 """Sorted set with a TTL: `<tenant>/<batch id>` of batches that have not ended, by the time (ms) of their end."""
 
 JOBS = "df:jobs"
-"""arq's queue."""
+"""arq's queue, a sorted set without TTL: the next runs of what recurs are always in it."""

@@ -22,6 +22,7 @@ _PARTS: dict[str, tuple[str, ...]] = {
     "abort": ("log", "settle"),
     "expire": ("log", "settle"),
     "replay": ("log",),
+    "sweep": ("log",),
     "forget_consumers": (),
     "publish_card": (),
     "memory": (),

@@ -20,14 +20,19 @@ from api.deps import Services
 from api.jobs.runner import BatchRun
 from api.jobs.settings import JobSettings
 from api.metrics import Metrics
-from shared.connection import FleetUnavailable, open_pool
+from shared.client import UnknownModel
+from shared.connection import FleetUnavailable, Link, open_pool
+from shared.sweep import sweep_lanes
 
 logger = logging.getLogger("diffleet.jobs")
 
 _SWEEP_S = 2
 _LONGEST_PAUSE_S = 10.0
 _JOB_SPARE_S = 600
+_SWEEP_QUEUES_AT = (7, 37)
+"""Seconds of each minute."""
 _SERVICES = "services"
+_LINK = "link"
 
 
 async def serve(settings: JobSettings) -> None:
@@ -48,6 +53,7 @@ async def serve(settings: JobSettings) -> None:
 
 
 async def _work(settings: JobSettings, services: Services) -> None:
+    link = Link.open(settings.redis_url, connections=2)
     queue = open_queue(settings.jobs_redis_url or settings.redis_url)
     worker = Worker(
         functions=[
@@ -58,11 +64,14 @@ async def _work(settings: JobSettings, services: Services) -> None:
                 max_tries=3,
             )
         ],
-        cron_jobs=[cron(cast(Any, sweep), second=set(range(0, 60, _SWEEP_S)), run_at_startup=True, keep_result=0)],
+        cron_jobs=[
+            cron(cast(Any, sweep), second=set(range(0, 60, _SWEEP_S)), run_at_startup=True, keep_result=0),
+            cron(cast(Any, sweep_queues), second=set(_SWEEP_QUEUES_AT), run_at_startup=True, keep_result=0),
+        ],
         queue_name=names.JOBS,
         redis_pool=queue,
         max_jobs=settings.max_batches + 1,
-        ctx={_SERVICES: services},
+        ctx={_SERVICES: services, _LINK: link},
         handle_signals=False,
         log_results=False,
     )
@@ -73,6 +82,7 @@ async def _work(settings: JobSettings, services: Services) -> None:
             task.cancel()
         await asyncio.gather(*worker.tasks.values(), return_exceptions=True)
         await queue.aclose(close_connection_pool=True)
+        await link.close()
 
 
 async def sweep(context: Mapping[str, Any]) -> None:
@@ -85,6 +95,20 @@ async def sweep(context: Mapping[str, Any]) -> None:
             # A name of its own for each try: arq refuses one that a dead process had begun.
             name = f"{batch_id}:{context['job_id']}"
             await queue.enqueue_job(run_batch.__name__, tenant, batch_id, _job_id=name, _queue_name=names.JOBS)
+
+
+async def sweep_queues(context: Mapping[str, Any]) -> None:
+    """End what is past its deadline, and drop what is left of what has been forgotten, where no worker does."""
+    services: Services = context[_SERVICES]
+    for name in await services.catalog.names():
+        try:
+            card = await services.fleet.card(name)
+            swept = await sweep_lanes(context[_LINK], name, card.partitions)
+        except (UnknownModel, FleetUnavailable) as error:
+            logger.warning("a queue was not swept", extra={"model": name, "fault": type(error).__name__})
+            continue
+        if swept.dropped or swept.expired:
+            logger.info("queue swept", extra={"model": name, "dropped": swept.dropped, "expired": swept.expired})
 
 
 async def run_batch(context: Mapping[str, Any], tenant: str, batch_id: str) -> None:
