@@ -76,8 +76,9 @@ def build(work: Path) -> None:
     tree = work / "gopath" / "src" / "k8s.io"
     tree.mkdir(parents=True, exist_ok=True)
     (tarball,) = packages.glob("kubernetes_*.orig.tar.gz")
-    _run(["tar", "xzf", str(tarball), "--transform", "s,^[^/]*,kubernetes,", "-C", str(tree)], packages)
-    tree /= "kubernetes"
+    _run(["tar", "xzf", str(tarball), "-C", str(tree)], packages)
+    (unpacked,) = tree.glob("kubernetes-*")
+    tree = unpacked.rename(tree / "kubernetes")
     # The vendored one breaks on maps since Go 1.18.
     reflect2 = Path("github.com/modern-go/reflect2")
     shutil.rmtree(tree / "vendor" / reflect2)
