@@ -8,8 +8,10 @@ import pytest
 from shared.commands import Generate, Limits
 from shared.constraints import JsonSchema, Regex
 from shared.decoding import (
+    AdaptiveParallel,
     Decoding,
     EntropyBounded,
+    LowConfidenceDynamic,
     LowConfidenceStatic,
     MaskgitPlus,
     MultiBlock,
@@ -59,6 +61,8 @@ def test_every_text_is_what_its_schema_accepts(nano: Assembly, name: str) -> Non
         MaskgitPlus(steps=8),
         SubBlock(threshold=0.5),
         MultiBlock(tau_acc=0.5, tau_semi=0.5),
+        AdaptiveParallel(),
+        LowConfidenceDynamic(threshold=0.6),
         Sequential(steps=8, filler_rules=False, early_stop=False),
     ],
     ids=lambda decoding: decoding.strategy,
