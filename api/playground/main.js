@@ -3,11 +3,12 @@ import { costsOf, newRun, observe } from "./canvas.js";
 import { Card, written } from "./card.js";
 import { Refusal, chunks, end, models } from "./client.js";
 import { Knobs } from "./knobs.js";
-import { asCurl, asPython, requestOf } from "./request.js";
+import { asCurl, asPython, requestOf, templateOf, withHole } from "./request.js";
 
 const SAVED = "diffleet.playground";
 const KEY = "diffleet.key";
 const PATIENCE_MS = 3000;
+const NAMES = { chat: "Answer", continue: "Continuation", json: "Answer", infill: "Filled" };
 const $ = (id) => document.getElementById(id);
 
 const narrow = matchMedia("(max-width: 860px)");
@@ -36,10 +37,14 @@ async function ask(prompt = $("prompt").value) {
   const sides = $("compare").checked ? ["A", "B"] : ["A"];
   if (!sides.every((side) => knobs[side].check())) return;
   hideError();
-  const messages = [...page.history, { role: "user", content: prompt }];
+  const schema = readSchema();
+  if (mode() === "json" && schema === null) return;
+  if (mode() === "infill" && !checkHoles(prompt)) return;
+  // A structured answer stands alone: what was said before would only lengthen its prompt.
+  const messages = [...(mode() === "json" ? [] : page.history), { role: "user", content: prompt }];
   const runs = sides.map((side) => {
-    const name = sides.length > 1 ? `Setting ${side}` : mode() === "chat" ? "Answer" : "Continuation";
-    const request = requestOf(mode(), messages, prompt, $("model").value, knobs[side].values());
+    const name = sides.length > 1 ? `Setting ${side}` : NAMES[mode()];
+    const request = requestOf(mode(), messages, prompt, $("model").value, knobs[side].values(), schema);
     return newRun(name, prompt, { ...request, name: freshName() });
   });
   if (sides.length > 1) {
@@ -50,6 +55,35 @@ async function ask(prompt = $("prompt").value) {
   show(runs);
   if (narrow.matches) $("results").scrollIntoView({ block: "start" });
   await followAll(runs, messages);
+}
+
+/** Return the schema of the answer, or null after saying where it is no JSON. */
+function readSchema() {
+  if (mode() !== "json") return null;
+  let said = "";
+  let schema = null;
+  try {
+    schema = JSON.parse($("schema").value);
+    if (typeof schema !== "object" || schema === null) said = "A schema is an object: {…}";
+  } catch (error) {
+    said = `No JSON: ${error.message}`;
+  }
+  $("schema-said").textContent = said;
+  $("schema").setAttribute("aria-invalid", String(said !== ""));
+  if (said) $("schema").focus();
+  return said ? null : schema;
+}
+
+/** Tell whether a text with holes can be sent, and say why not. */
+function checkHoles(text) {
+  const { prompt, template } = templateOf(text);
+  const said = !template.length
+    ? "There is no hole in this text: select a word, and make one."
+    : !prompt
+      ? "Begin with some text: what stands before the first hole is the prompt."
+      : "";
+  $("infill-said").textContent = said;
+  return !said;
 }
 
 /** Follow what the cards show to its end, and take the answer into the chat. */
@@ -169,6 +203,8 @@ function drawHistory() {
   });
   $("history").replaceChildren(...items);
   const chats = mode() === "chat";
+  $("infill-box").hidden = mode() !== "infill";
+  $("schema-box").hidden = mode() !== "json";
   $("history").hidden = !chats || items.length === 0;
   for (const id of ["again", "fresh"]) $(id).hidden = !chats || page.history.length === 0;
   $("history").scrollTop = $("history").scrollHeight;
@@ -206,6 +242,7 @@ function save() {
     mode: mode(),
     model: $("model").value,
     prompt: $("prompt").value,
+    schema: $("schema").value,
     compare: $("compare").checked,
     knobs: { A: knobs.A.save(), B: knobs.B.save() },
     history: page.history,
@@ -231,6 +268,7 @@ function restore() {
   if (!saved) return;
   document.querySelector(`input[name=mode][value=${saved.mode}]`).checked = true;
   $("prompt").value = saved.prompt;
+  $("schema").value = saved.schema ?? $("schema").value;
   $("compare").checked = saved.compare;
   page.history = saved.history;
   for (const side of ["A", "B"]) knobs[side].restore(saved.knobs[side]);
@@ -320,6 +358,11 @@ $("ask").addEventListener("submit", (event) => {
 $("stop").addEventListener("click", () => page.stopping?.abort());
 $("compare").addEventListener("change", compare);
 $("model").addEventListener("change", () => suit(true));
+$("hole").addEventListener("click", () => {
+  const box = $("prompt");
+  box.value = withHole(box.value, box.selectionStart, box.selectionEnd);
+  box.focus();
+});
 $("again").addEventListener("click", () => {
   const { content } = page.history.at(-2);
   page.history = page.history.slice(0, -2);

@@ -23,8 +23,28 @@ export function optionsOf(strategy) {
   return APPLIES[strategy] ?? [];
 }
 
+/** Tokens of a hole that does not say. */
+const HOLE_TOKENS = 8;
+
+/** Text with holes (`___`, or `___12` for one of 12 tokens) as a prompt and the template behind it. */
+export function templateOf(text) {
+  const parts = text.split(/_{3,}(\d{0,3})/);
+  const template = [];
+  for (let index = 1; index < parts.length; index += 2) {
+    template.push({ hole: `hole ${(index + 1) / 2}`, max_tokens: Number(parts[index]) || HOLE_TOKENS });
+    if (parts[index + 1]) template.push(parts[index + 1]);
+  }
+  return { prompt: parts[0], template };
+}
+
+/** The text with a hole in the place of [start, end), large enough for what stood there. */
+export function withHole(text, start, end) {
+  const size = Math.max(HOLE_TOKENS, Math.ceil((end - start) / 3));
+  return `${text.slice(0, start)}___${size}${text.slice(end)}`;
+}
+
 /** Path and body of a request. `knobs` holds only what was set. */
-export function requestOf(mode, messages, prompt, model, knobs) {
+export function requestOf(mode, messages, prompt, model, knobs, schema) {
   const { strategy, threshold, steps, bound, factor, max_parallel, tau_acc, tau_add, tau_semi, max_blocks, block_length, max_nfe, ...flat } = knobs;
   const diffusion = { stream: "frames", frame_detail: "full", frame_interval_ms: 0 };
   const steered = { strategy, threshold, steps, bound, factor, max_parallel, tau_acc, tau_add, tau_semi, max_blocks };
@@ -39,7 +59,17 @@ export function requestOf(mode, messages, prompt, model, knobs) {
     stream_options: { include_usage: true, continuous_usage_stats: true },
     diffusion,
   };
+  if (mode === "infill") {
+    // The holes say how long, and are one block.
+    delete common.max_tokens;
+    delete diffusion.block_length;
+    const { prompt: before, template } = templateOf(prompt);
+    return { path: "/v1/completions", body: { prompt: before, ...common, diffusion: { ...diffusion, template } } };
+  }
   if (mode === "continue") return { path: "/v1/completions", body: { prompt, ...common } };
+  if (mode === "json") {
+    common.response_format = { type: "json_schema", json_schema: { name: "answer", schema, strict: true } };
+  }
   return { path: "/v1/chat/completions", body: { messages, ...common } };
 }
 

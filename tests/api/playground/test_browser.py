@@ -1,6 +1,7 @@
 """The playground in a real browser, against the real app on a scripted fleet."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,10 +13,12 @@ from playwright.sync_api import Browser, Page, expect
 
 from shared.client import FleetUnavailable
 from shared.events import Failed
+from shared.holes import HOLE
 from tests.api.live import serving
 from tests.api.playground.conftest import DESKTOP, PHONE
 from tests.api.playground.denoising import BLOCK, TEXT, denoise, hanging_in_the_first_block, token_count
 from tests.api.scripted import ScriptedFleet, steps
+from tests.shared.tokenizers_for_tests import byte_level
 
 pytestmark = pytest.mark.slow
 
@@ -332,3 +335,40 @@ def test_a_rejected_script_says_no_more_than_the_api_does(page: Page, url: str, 
     generate(page)
     expect(page.get_by_role("alert")).to_contain_text("HTTP 500")
     assert "secret" not in page.content()
+
+
+def test_an_answer_can_be_asked_for_as_json_of_a_schema(page: Page, url: str, fleet: ScriptedFleet) -> None:
+    visit(page, url)
+    page.get_by_text("JSON", exact=True).click()
+    schema = page.get_by_label("JSON schema of the answer")
+    schema.fill('{"type": "object"')
+    page.get_by_label("Prompt").fill("Who?")
+    page.get_by_role("button", name="Generate").click()
+    expect(page.locator("#schema-said")).to_contain_text("No JSON")
+    assert fleet.commands == []
+    schema.fill('{"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}')
+    generate(page, "Who?")
+    ended(page)
+    constraint = fleet.commands[0].constraint
+    assert constraint is not None and '"name"' in constraint.model_dump_json().replace("\\", "")
+    page.reload()
+    expect(schema).to_have_value(re.compile("required"))
+
+
+def test_holes_of_a_text_are_filled_together(page: Page, url: str, fleet: ScriptedFleet) -> None:
+    visit(page, url)
+    page.get_by_text("Fill holes", exact=True).click()
+    generate(page, "No hole here.")
+    expect(page.locator("#infill-said")).to_contain_text("no hole")
+    generate(page, "___ begins.")
+    expect(page.locator("#infill-said")).to_contain_text("Begin with some text")
+    box = page.get_by_label("Prompt")
+    box.fill("The quick brown fox jumps over the lazy dog.")
+    box.evaluate("box => box.setSelectionRange(4, 9)")
+    page.get_by_role("button", name="Make a hole").click()
+    expect(box).to_have_value("The ___8 brown fox jumps over the lazy dog.")
+    generate(page, "The ___8 brown fox jumps over the ___3 dog.")
+    ended(page)
+    (command,) = fleet.commands
+    assert command.template is not None and command.template.count(HOLE) == 11
+    assert byte_level().decode(command.prompt) == "The "
