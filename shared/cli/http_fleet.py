@@ -35,7 +35,7 @@ async def connected(url: str) -> AsyncGenerator[httpx.AsyncClient]:
     except httpx.TimeoutException as error:
         raise Stop(Exit.FAILED, f"the fleet at {url} was silent for {_TIMEOUT.read:.0f} s") from error
     except httpx.HTTPError as error:
-        raise Stop(Exit.FAILED, f"the connection to {url} broke: {error or type(error).__name__}") from error
+        raise Stop(Exit.FAILED, f"the connection to {url} broke: {str(error) or type(error).__name__}") from error
 
 
 @contextlib.asynccontextmanager

@@ -88,6 +88,10 @@ def test_an_answer_that_breaks_off_is_not_taken_for_a_whole_one() -> None:
                 chunk = {"choices": [{"delta": {"content": "half an ans"}}]}
                 head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
                 connection.sendall(head + b"data: " + json.dumps(chunk).encode() + b"\n\n")
+                # Read to the end: what is left unread when a socket closes makes it a reset instead of an end.
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(65_536):
+                    pass
 
         thread = threading.Thread(target=serve)
         thread.start()

@@ -167,7 +167,8 @@ def test_pages_that_belong_to_nobody_end_an_idle_worker_loudly(
     worker.arrive()
     worker.engine.free_pages = 0
     assert worker.service.run() is ExitCode.INTERNAL
-    assert "1 KV pages belong to nobody" in caplog.text
+    (failure,) = [record.exc_info for record in caplog.records if record.exc_info]
+    assert failure is not None and "1 KV pages belong to nobody" in str(failure[1])
     assert len(worker.bridge.events) == 1
 
 
