@@ -107,7 +107,7 @@ async def list_workers(services: ServicesDep, model: str | None = None) -> Respo
     return json_response({"object": "list", "data": entries})
 
 
-@router.post("/workers/{worker_id}/drain", responses=ERROR_RESPONSES)
+@router.post("/workers/{worker_id}/drain", status_code=202, responses=ERROR_RESPONSES)
 async def drain_worker(worker_id: str, services: ServicesDep) -> Response:
     """Ask a worker to take nothing more, finish or hand back what it runs, and end, within a few seconds."""
     for name in await services.catalog.names():
@@ -118,7 +118,7 @@ async def drain_worker(worker_id: str, services: ServicesDep) -> Response:
     raise ApiError(404, "not_found", f"no live worker is called {worker_id[:120]!r}")
 
 
-@router.post("/prefix-cache/flush", openapi_extra=request_body(FlushBody), responses=ERROR_RESPONSES)
+@router.post("/prefix-cache/flush", status_code=202, openapi_extra=request_body(FlushBody), responses=ERROR_RESPONSES)
 async def flush_prefix_cache(
     body: Annotated[FlushBody, Depends(json_body(FlushBody))], services: ServicesDep
 ) -> Response:
@@ -156,7 +156,7 @@ async def list_dead_letters(
     return json_response({"object": "list", "data": entries})
 
 
-@router.post("/dead-letters/{request_id:path}/replay", responses=ERROR_RESPONSES)
+@router.post("/dead-letters/{request_id:path}/replay", status_code=202, responses=ERROR_RESPONSES)
 async def replay_dead_letter(request_id: str, services: ServicesDep) -> Response:
     """Submit what a dead request asked for again, under a new id, and discard the dead letter."""
     _check_id(request_id)
