@@ -202,6 +202,8 @@ class Bridge:
         queue = self._connect()
         try:
             await queue.publish_card(self._card)
+            # Before the first claim: an order that comes later is news, whenever it is looked at.
+            self._follow(await queue.orders())
             self._started.set()
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._claim(queue))

@@ -168,3 +168,13 @@ def test_an_operator_may_end_a_worker_and_empty_its_cache(monkeypatch: pytest.Mo
         until(lambda: bool(drains))
         time.sleep(0.05)
         assert drains == [1] and not desk.mailbox.collect(0).flush
+
+
+def test_an_order_given_before_a_workers_first_look_round_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker.bridge, "_CARD_CHECK_S", 0.2)
+    queue = QueueForTests()
+    queue.orders_now = Orders(flush="old")
+    flushes: list[bool] = []
+    with running(queue, None, list[int]()) as desk:
+        queue.orders_now = Orders(flush="new")
+        until(lambda: any(flushes), lambda: flushes.append(desk.mailbox.collect(0.01).flush))
