@@ -207,13 +207,11 @@ class Engine:
         if failure is not None:
             self._fail(sequence, "nan", failure, events)
             return
-        logprobs = decision.logprobs.get(index, ())
         if index in decision.dead_ends:
             self._fail(sequence, "unsupported", decision.dead_ends[index], events)
             return
-        accepted, tokens, confidence = decision.accepted[index], decision.tokens[index], decision.confidence[index]
         try:
-            sequence.apply(canvas, accepted, tokens, confidence, logprobs)
+            sequence.apply(canvas, decision.of_row(index))
         except DeadEnd as error:
             self._fail(sequence, "unsupported", str(error), events)
             return

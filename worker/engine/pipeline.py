@@ -1,11 +1,10 @@
 """Several blocks of one request decided at once (D2F, arXiv 2508.09192; Diffulex): the next begins before one ends."""
 
-from collections.abc import Sequence as ReadOnly
 from dataclasses import replace
 
 from shared.decoding import MultiBlock
-from shared.events import TokenLogprob
 from worker.engine.plan import Canvas
+from worker.engine.ports import RowDecision
 from worker.engine.sliding import Sliding
 from worker.engine.window import Window
 from worker.models.spec import Attention, Commit, ModelSpec
@@ -51,15 +50,8 @@ class Pipelined(Sliding):
             start = max(0, min(start, self.block_start - self.spec.logit_shift))
         return Window(start, self.canvas_end, denoises=True)
 
-    def apply(
-        self,
-        canvas: Canvas,
-        accepted: ReadOnly[bool],
-        tokens: ReadOnly[int],
-        confidence: ReadOnly[float],
-        logprobs: ReadOnly[TokenLogprob | None] = (),
-    ) -> None:
-        super().apply(canvas, accepted, tokens, confidence, logprobs)
+    def apply(self, canvas: Canvas, decided: RowDecision) -> None:
+        super().apply(canvas, decided)
         if not self.complete:
             self._begin_block()
 

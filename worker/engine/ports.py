@@ -76,6 +76,17 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
+class RowDecision:
+    """What a step decided of one row; [block] each."""
+
+    accepted: ReadOnly[bool]
+    tokens: ReadOnly[int]
+    confidence: ReadOnly[float]
+    logprobs: ReadOnly[TokenLogprob | None] = ()
+    """Empty for a row that asks for none."""
+
+
+@dataclass(frozen=True, slots=True)
 class Decision:
     """What a step decided, on the host: plain lists, one entry for each row of the plan."""
 
@@ -96,6 +107,9 @@ class Decision:
     which its keys have been written; None: nothing has been run for it."""
     logprobs: dict[int, list[TokenLogprob | None]] = field(default_factory=dict[int, list[TokenLogprob | None]])
     """Row to [block]: of the proposals, for rows that ask for them."""
+
+    def of_row(self, row: int) -> RowDecision:
+        return RowDecision(self.accepted[row], self.tokens[row], self.confidence[row], self.logprobs.get(row, ()))
 
 
 class DeviceFull(Exception):

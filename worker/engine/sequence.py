@@ -12,7 +12,7 @@ from worker.engine.draft import PHASES, count_kept, drafted, on_trial
 from worker.engine.infill import origin_of
 from worker.engine.penalties import edits_of
 from worker.engine.plan import UNDECIDED, Canvas, Edit, Guard, Guarded, Guide, Row, near_view, visible_ends
-from worker.engine.ports import Arrival, TextDecoder
+from worker.engine.ports import Arrival, RowDecision, TextDecoder
 from worker.engine.prefix import extend_keys, share_unit
 from worker.engine.stopping import Stop, first_of, reason_of, repetition_run
 from worker.engine.window import Block, Window, next_window, reads_prompt_whole
@@ -491,15 +491,9 @@ class Sequence:
         """A forward has written final keys and values up to `end`, deciding nothing."""
         self.cached = end
 
-    def apply(
-        self,
-        canvas: Canvas,
-        accepted: ReadOnly[bool],
-        tokens: ReadOnly[int],
-        confidence: ReadOnly[float],
-        logprobs: ReadOnly[TokenLogprob | None] = (),
-    ) -> None:
-        """Write one step's decision on the canvas; [block length] each."""
+    def apply(self, canvas: Canvas, decided: RowDecision) -> None:
+        """Write one step's decision on the canvas."""
+        accepted, tokens, confidence = decided.accepted, decided.tokens, decided.confidence
         self._advance_cache(canvas)
         self.nfe += 1
         if not canvas.seed:
@@ -525,7 +519,7 @@ class Sequence:
             else:
                 continue
             self.tokens[position], self.confidence[index] = tokens[index], confidence[index]
-            if logprobs and (logprob := logprobs[index]) is not None:
+            if decided.logprobs and (logprob := decided.logprobs[index]) is not None:
                 self.logprobs[position] = logprob
         self.idle_steps = 0 if taken or canvas.tests_draft or not any(canvas.masked) else self.idle_steps + 1
         if self.decoding.filler_rules:

@@ -28,6 +28,13 @@ class Sliding(Sequence):
         self._move_on()
         self._settle()
 
+    def _empty(self, first_undecided: int) -> None:
+        """Leave the tokens before `first_undecided`, and an empty canvas."""
+        del self.tokens[first_undecided:]
+        self.block_start = first_undecided
+        self.masked, self.confidence, self.closed = [], [], None
+        self.step = self.edited = self.edit_steps = self.idle_steps = 0
+
     def _move_on(self) -> None:
         """Lengthen the canvas as the strategy has it."""
 

@@ -5,13 +5,12 @@ causal forward over it proposes what follows each position. The drafts that are 
 the first proposal behind them: tokens of causal decoding, of which a check may bring many.
 """
 
-from collections.abc import Sequence as ReadOnly
 from dataclasses import replace
 from itertools import takewhile
 
 from shared.decoding import LinearSpeculation
-from shared.events import TokenLogprob
 from worker.engine.plan import UNDECIDED, Canvas, Row
+from worker.engine.ports import RowDecision
 from worker.engine.sliding import Sliding
 from worker.engine.window import Window
 from worker.models.spec import Attention, Commit, ModelSpec
@@ -90,29 +89,17 @@ class Speculative(Sliding):
             return replace(canvas, start=start, masked=masked, last=True, shift=1, guarded=guarded)
         return replace(canvas, masked=tuple(self.masked), last=self.decoding.threshold is None)
 
-    def apply(
-        self,
-        canvas: Canvas,
-        accepted: ReadOnly[bool],
-        tokens: ReadOnly[int],
-        confidence: ReadOnly[float],
-        logprobs: ReadOnly[TokenLogprob | None] = (),
-    ) -> None:
+    def apply(self, canvas: Canvas, decided: RowDecision) -> None:
         if canvas.seed:
-            super().apply(canvas, accepted, tokens, confidence, logprobs)
+            super().apply(canvas, decided)
             self._keep(canvas.start + 1)
         elif canvas.start == self.block_start:
-            super().apply(canvas, accepted, tokens, confidence, logprobs)
+            super().apply(canvas, decided)
         else:
-            self._check(canvas, tokens, confidence, logprobs)
+            self._check(canvas, decided)
 
-    def _check(
-        self,
-        canvas: Canvas,
-        tokens: ReadOnly[int],
-        confidence: ReadOnly[float],
-        logprobs: ReadOnly[TokenLogprob | None],
-    ) -> None:
+    def _check(self, canvas: Canvas, decided: RowDecision) -> None:
+        tokens = decided.tokens
         drafts = self.tokens[canvas.start : canvas.start + len(canvas.masked) - 1]
         pairs = zip(drafts, tokens, strict=False)
         kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -121,8 +108,8 @@ class Speculative(Sliding):
         self.cached = canvas.start + kept
         self.tokens[canvas.start :] = tokens[: kept + 1]
         self.masked = [False] * (kept + 2)
-        self.confidence[1:] = confidence[: kept + 1]
-        for offset, logprob in enumerate(logprobs[: kept + 1]):
+        self.confidence[1:] = decided.confidence[: kept + 1]
+        for offset, logprob in enumerate(decided.logprobs[: kept + 1]):
             if logprob is not None:
                 self.logprobs[canvas.start + offset] = logprob
         self._keep(self.cached + 1)
@@ -138,10 +125,8 @@ class Speculative(Sliding):
         """Leave the drafts behind a stop: it may be a draft itself."""
 
     def _open(self, first_undecided: int) -> None:
-        del self.tokens[first_undecided:]
-        self.block_start = self._certain = first_undecided
-        self.masked, self.confidence, self.closed = [], [], None
-        self.step = self.edited = self.edit_steps = self.idle_steps = 0
+        self._empty(first_undecided)
+        self._certain = first_undecided
         self._lengthen(self.block_length)
         self.undecided_at_first = len(self.masked)
 

@@ -31,10 +31,7 @@ class Streaming(Sliding):
         return Window(self.cached, self.canvas_end, denoises=True)
 
     def _open(self, first_undecided: int) -> None:
-        del self.tokens[first_undecided:]
-        self.block_start = first_undecided
-        self.masked, self.confidence, self.closed = [], [], None
-        self.step = self.edited = self.edit_steps = self.idle_steps = 0
+        self._empty(first_undecided)
         self._move_on()
         self.undecided_at_first = len(self.masked)
 
