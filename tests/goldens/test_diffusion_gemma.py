@@ -11,7 +11,8 @@ from kernels.attention import AttentionPlan, plan_attention
 from shared.commands import Generate, Limits, Sampling
 from shared.decoding import Renoise
 from tests.goldens.folder import Entry, GoldenFolder, find_folders
-from tests.goldens.test_goldens import LOGIT_TOLERANCE, NoText, Record, record_answers, run, run_handed_over
+from tests.goldens.test_goldens import LOGIT_TOLERANCE, Record, record_answers, run, run_handed_over
+from tests.worker.texts import NoText
 from worker.canvas_runner import CanvasModel, CanvasRunner
 from worker.engine.engine import Engine
 from worker.engine.plan import Plan, near_view

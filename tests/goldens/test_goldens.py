@@ -1,7 +1,7 @@
 """Equality with the official references, run by run. `DIFFLEET_GOLDENS` names a folder with other data."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 
@@ -14,6 +14,7 @@ from tests.goldens import dream, fastdllm_v2, llada, llada2, nemotron, sdar, wed
 from tests.goldens.folder import AHEAD, Entry, GoldenFolder, find_folders
 from tests.goldens.passes import Pass, run_pass, to_passes
 from tests.goldens.runs import Run, replay
+from tests.worker.texts import NoText
 from worker.ahead import AheadRunner, goes_ahead, make_graphs
 from worker.engine.engine import Engine
 from worker.engine.plan import Plan
@@ -69,18 +70,6 @@ def _batches() -> list[object]:
                     groups[f"b{each.request.block_length or 'all'}{varied}"].append(each)
         cases += [pytest.param(folder, runs, id=f"{folder.name}-{name}") for name, runs in groups.items()]
     return cases
-
-
-class NoText:
-    """A text decoder for tests that only look at tokens."""
-
-    stopped = False
-
-    def push(self, token_ids: Iterable[int]) -> str:
-        return ""
-
-    def flush(self) -> str:
-        return ""
 
 
 Watch = Callable[[Plan], None]

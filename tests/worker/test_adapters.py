@@ -14,7 +14,8 @@ from shared.events import Delta, Event, Failed
 from tests.goldens.folder import find_folders
 from tests.goldens.passes import Pass, run_pass
 from tests.worker.adapter_folders import read_weights, write_adapter, write_merged
-from tests.worker.test_families import DENSE, MOE, QWEN3, TOKENS, NoText, load_with_mask, write_oracle
+from tests.worker.test_families import DENSE, MOE, QWEN3, TOKENS, load_with_mask, write_oracle
+from tests.worker.texts import NoText
 from worker.adapters.ports import AdapterUnavailable
 from worker.adapters.stack import AdapterStack
 from worker.adapters.store import AdapterStore

@@ -14,6 +14,7 @@ from shared.commands import Generate, Limits, LogitEdits, Preview, Sampling
 from shared.decoding import Decoding, Factor, LowConfidenceDynamic, LowConfidenceStatic, Sequential, Threshold
 from shared.events import Delta, Failed, Finished
 from tests.fleet.models import BLOCK_LENGTH, VOCAB, write_tiny_model
+from tests.worker.texts import NoText
 from worker.ahead import AheadRunner, bucket_sizes, goes_ahead, make_graphs
 from worker.engine.engine import Engine
 from worker.engine.plan import Canvas, Plan, Row
@@ -26,16 +27,6 @@ from worker.runner import Runner
 PAGE = 8
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MAX_LEN = 128
-
-
-class NoText:
-    stopped = False
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        return ""
-
-    def flush(self) -> str:
-        return ""
 
 
 @pytest.fixture(scope="module")

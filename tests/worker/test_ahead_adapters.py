@@ -13,7 +13,8 @@ from shared.events import Delta, Event, Failed, Finished
 from tests.fleet.models import write_tiny_model
 from tests.worker.adapter_folders import read_weights, write_adapter
 from tests.worker.test_adapters import Shelf, logits
-from tests.worker.test_ahead import MAX_LEN, NoText
+from tests.worker.test_ahead import MAX_LEN
+from tests.worker.texts import NoText
 from worker.adapters.stack import AdapterStack
 from worker.adapters.targets import find_targets, shapes_of
 from worker.adapters.weights import Adapter, load_adapter

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from shared.commands import Generate, Limits
 from shared.decoding import Renoise
-from tests.goldens.test_goldens import NoText, run
+from tests.goldens.test_goldens import run
 from tests.worker.test_families import quiet
+from tests.worker.texts import NoText
 from worker.canvas_runner import CanvasRunner
 from worker.engine.engine import Engine
 from worker.engine.scheduler import BatchLimits, CacheShape

@@ -1,6 +1,5 @@
 """Drafts of the output: what is kept is what the model would have said, and the rest is decided as ever."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -13,6 +12,7 @@ from shared.events import Delta, Event, Failed, Finished, Usage
 from shared.holes import HOLE
 from tests.goldens.folder import find_folders
 from tests.worker.paper_model import paper_spec
+from tests.worker.texts import NoText
 from tests.worker.tiny_checkpoints import write_checkpoint
 from worker.engine.draft import PHASES, count_kept, drafted, on_trial, place_in
 from worker.engine.engine import Engine
@@ -31,16 +31,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if request.param == "causal":
         return load_model(write_checkpoint(tmp_path_factory.mktemp("tiny")))
     return next(folder for folder in find_folders() if folder.name == request.param).model()
-
-
-class NoText:
-    stopped = False
-
-    def push(self, token_ids: Iterable[int]) -> str:
-        return ""
-
-    def flush(self) -> str:
-        return ""
 
 
 def run(model: LoadedModel, *requests: Generate, resume: Resume | None = None) -> dict[str, tuple[list[int], Usage]]:

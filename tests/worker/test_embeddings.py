@@ -11,7 +11,8 @@ from torch import Tensor
 
 from shared.commands import Generate, Limits
 from shared.events import Delta, Event, Failed, Finished
-from tests.worker.test_families import DENSE, MOE, QWEN3, TOKENS, NoText, load_with_mask, quiet, write_oracle
+from tests.worker.test_families import DENSE, MOE, QWEN3, TOKENS, load_with_mask, quiet, write_oracle
+from tests.worker.texts import NoText
 from worker.engine.engine import Engine
 from worker.engine.plan import visible_ends
 from worker.engine.ports import Arrival, Inbox

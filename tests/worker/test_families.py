@@ -19,6 +19,7 @@ from shared.decoding import LowConfidenceDynamic, LowConfidenceStatic, Threshold
 from shared.events import Delta, Failed, Finished
 from tests.worker.naive_decoder import decode_naively
 from tests.worker.test_models import logits_of
+from tests.worker.texts import NoText
 from worker.engine.engine import Engine
 from worker.engine.plan import near_view, visible_ends
 from worker.engine.ports import Arrival, Inbox
@@ -101,16 +102,6 @@ def oracle_logits(oracle: Any, token_ids: list[int], ends: Sequence[int]) -> Ten
     mask = torch.zeros(1, 1, *hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)
     with quiet():
         return oracle(torch.tensor([token_ids]), attention_mask=mask).logits[0]
-
-
-class NoText:
-    stopped = False
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        return ""
-
-    def flush(self) -> str:
-        return ""
 
 
 def run(model: LoadedModel, requests: Sequence[Generate], token_budget: int = 256) -> dict[str, tuple[list[int], int]]:

@@ -1,25 +1,14 @@
 """A prompt that ends inside a block shares that block with the start of its answer."""
 
-from collections.abc import Iterable
-
 import pytest
 
 from shared.commands import Generate, Limits
 from shared.keys import new_request_id
 from tests.worker.paper_model import STOP, PaperForward, paper_spec
+from tests.worker.texts import NoText
 from worker.engine.engine import Engine
 from worker.engine.ports import Arrival, Inbox
 from worker.engine.scheduler import BatchLimits, CacheShape
-
-
-class NoText:
-    stopped = False
-
-    def push(self, token_ids: Iterable[int]) -> str:
-        return ""
-
-    def flush(self) -> str:
-        return ""
 
 
 def forbidden_in_the_first_block(prompt_length: int, min_tokens: int) -> tuple[int, ...]:

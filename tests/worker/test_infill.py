@@ -1,7 +1,6 @@
 """Templates with holes: the engine over pages, batches and caches, against recomputing everything for each step."""
 
 import random
-from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -11,6 +10,7 @@ from shared.decoding import Decoding, LowConfidenceStatic, Threshold
 from shared.events import Delta, Event, Failed, Finished
 from shared.holes import HOLE, count_filled, filling, spans
 from tests.goldens.folder import find_folders
+from tests.worker.texts import NoText
 from tests.worker.tiny_checkpoints import write_checkpoint
 from worker.engine.engine import Engine
 from worker.engine.plan import Canvas, Plan, Row, visible_ends
@@ -34,16 +34,6 @@ def model(request: pytest.FixtureRequest, causal: LoadedModel) -> LoadedModel:
     if request.param == "causal":
         return causal
     return next(folder for folder in find_folders() if folder.name == request.param).model()
-
-
-class NoText:
-    stopped = False
-
-    def push(self, token_ids: Iterable[int]) -> str:
-        return ""
-
-    def flush(self) -> str:
-        return ""
 
 
 def run(

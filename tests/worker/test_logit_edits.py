@@ -2,7 +2,6 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 from shared.commands import Generate, Limits, LogitEdits, Sampling
 from shared.decoding import Sequential, Threshold
 from shared.events import Delta, Event, Failed, TokenLogprob
+from tests.worker.texts import NoText
 from tests.worker.tiny_checkpoints import write_checkpoint
 from worker.engine.engine import Engine
 from worker.engine.penalties import edits_of
@@ -30,16 +30,6 @@ CANVAS = Canvas(0, (True,), 0, False, Sampling(), Threshold(), ())
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load_model(write_checkpoint(tmp_path_factory.mktemp("tiny")))
-
-
-class NoText:
-    stopped = False
-
-    def push(self, token_ids: Iterable[int]) -> str:
-        return ""
-
-    def flush(self) -> str:
-        return ""
 
 
 def run(model: LoadedModel, *requests: Generate, resume: Resume | None = None) -> dict[str, list[Event]]:

@@ -22,6 +22,7 @@ from tests.worker.paper_model import (
     accept_blocks,
 )
 from tests.worker.test_engine import Bench, ask, check
+from tests.worker.texts import NoText
 from worker.decoding import decide
 from worker.decoding.types import BlockView, TokenStats
 from worker.engine.engine import Engine
@@ -296,16 +297,6 @@ def test_a_window_that_fits_no_step_is_refused() -> None:
 
 
 # --- real layers
-
-
-class NoText:
-    stopped = False
-
-    def push(self, token_ids: object) -> str:
-        return ""
-
-    def flush(self) -> str:
-        return ""
 
 
 # Fused and seeded commits, logits read a row before, blocks behind the prompt, a causal context.

@@ -14,6 +14,7 @@ from shared.commands import Generate, Limits, Sampling
 from shared.decoding import Renoise, Threshold
 from shared.events import Delta, Event, Failed, Finished
 from tests.worker.paper_model import paper_spec
+from tests.worker.texts import NoText
 from worker.decoding.renoise import HashedNoise, is_settled, keep, temperature
 from worker.engine.engine import Engine
 from worker.engine.plan import Plan, near_view
@@ -155,16 +156,6 @@ class Scripted:
                 decision.accepted[i], decision.confidence[i] = [over] * 4, [0.5] * 4
                 decision.tokens[i] = [40 + row.canvas.step] * 4
         return decision
-
-
-class NoText:
-    stopped = False
-
-    def push(self, token_ids: object) -> str:
-        return ""
-
-    def flush(self) -> str:
-        return ""
 
 
 def play(request: Generate, token_budget: int = 64) -> tuple[Scripted, list[Event]]:

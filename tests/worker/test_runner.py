@@ -1,6 +1,5 @@
 """The runner: what a plan computes does not depend on how the work is cut up."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from shared.commands import Generate, Limits, Sampling
 from shared.decoding import Decoding, EntropyBounded, LowConfidenceStatic, RandomOrder, Sequential, Threshold
 from shared.events import Delta, Finished
 from tests.worker.naive_decoder import decode_naively
+from tests.worker.texts import NoText
 from tests.worker.tiny_checkpoints import TINY, tiny_weights, write_checkpoint
 from worker.engine.engine import Engine
 from worker.engine.plan import Canvas, Plan, Row, visible_ends
@@ -141,16 +141,6 @@ def test_the_engine_over_pages_gives_what_recomputing_everything_gives(
     for length, count in wanted.items():
         expected = decode_naively(model, prompt_of(length, seed=length), count, BLOCK, decoding, sampling)
         assert (found[str(length)], nfe[str(length)]) == expected
-
-
-class NoText:
-    stopped = False
-
-    def push(self, token_ids: Iterable[int]) -> str:
-        return ""
-
-    def flush(self) -> str:
-        return ""
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])

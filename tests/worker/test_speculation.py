@@ -16,8 +16,8 @@ from shared.constraints import JsonObject
 from shared.decoding import LinearSpeculation
 from shared.events import Delta, Failed, Finished
 from tests.goldens.folder import find_folders
-from tests.worker.test_multi_block import NoText
 from tests.worker.test_streaming_window import run
+from tests.worker.texts import NoText
 from worker.engine.engine import Engine, MakeGuard, no_guard
 from worker.engine.plan import UNDECIDED, Fill, Guarded, Plan, Scores
 from worker.engine.ports import Arrival, Decision, Forward, Inbox, Resume

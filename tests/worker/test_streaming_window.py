@@ -10,7 +10,7 @@ from shared.commands import Generate, Limits, Sampling
 from shared.decoding import StreamingWindow, Threshold
 from shared.events import Delta, Failed, Finished
 from tests.goldens.folder import find_folders
-from tests.worker.test_multi_block import NoText
+from tests.worker.texts import NoText
 from worker.engine.engine import Engine
 from worker.engine.plan import Canvas, Plan, Row
 from worker.engine.ports import Arrival, Inbox, Resume

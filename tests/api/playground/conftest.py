@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, ViewportSize, sync_playwright
 
+from tests.api.live import serving
+from tests.api.playground.denoising import denoise
+from tests.api.scripted import ScriptedFleet
+
 CHROMIUM = Path("/usr/bin/chromium")
 FLAGS = (
     "--headless",
@@ -53,6 +57,17 @@ def page(browser: Browser) -> Iterator[Page]:
 
 def _expected(text: str) -> bool:
     return text.startswith("Failed to load resource: the server responded with a status of")
+
+
+@pytest.fixture
+def fleet() -> ScriptedFleet:
+    return ScriptedFleet(denoise())
+
+
+@pytest.fixture
+def url(fleet: ScriptedFleet) -> Iterator[str]:
+    with serving(fleet) as url:
+        yield url
 
 
 @pytest.fixture(scope="session")

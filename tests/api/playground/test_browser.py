@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,24 +13,12 @@ from playwright.sync_api import Browser, Page, expect
 from shared.client import FleetUnavailable
 from shared.events import Failed
 from shared.holes import HOLE
-from tests.api.live import serving
 from tests.api.playground.conftest import DESKTOP, PHONE
 from tests.api.playground.denoising import BLOCK, TEXT, denoise, hanging_in_the_first_block, token_count
 from tests.api.scripted import ScriptedFleet, steps
 from tests.shared.tokenizers_for_tests import byte_level
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def fleet() -> ScriptedFleet:
-    return ScriptedFleet(denoise())
-
-
-@pytest.fixture
-def url(fleet: ScriptedFleet) -> Iterator[str]:
-    with serving(fleet) as url:
-        yield url
 
 
 def visit(page: Page, url: str) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -11,24 +10,12 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
 
-from tests.api.live import serving
 from tests.api.playground.conftest import PHONE
-from tests.api.playground.denoising import TEXT, denoise, hanging_in_the_first_block
+from tests.api.playground.denoising import TEXT, hanging_in_the_first_block
 from tests.api.scripted import ScriptedFleet
 
 FOLDER = files("api") / "reference"
-slow = pytest.mark.slow
-
-
-@pytest.fixture
-def fleet() -> ScriptedFleet:
-    return ScriptedFleet(denoise())
-
-
-@pytest.fixture
-def url(fleet: ScriptedFleet) -> Iterator[str]:
-    with serving(fleet) as url:
-        yield url
+pytestmark = pytest.mark.slow
 
 
 def visit(page: Page, url: str, anchor: str = "") -> None:
@@ -51,7 +38,6 @@ def test_no_other_host_is_asked(browser: Browser, url: str) -> None:
     assert refused == []
 
 
-@slow
 def test_every_operation_of_the_description_is_shown(page: Page, url: str) -> None:
     visit(page, url)
     described = page.request.get(f"{url}/openapi.json").json()["paths"]
@@ -65,7 +51,6 @@ def test_every_operation_of_the_description_is_shown(page: Page, url: str) -> No
     assert page.locator(".operation .inside").count() == len(wanted)
 
 
-@slow
 def test_fields_are_told_with_type_bounds_and_meaning_down_to_the_strategies(page: Page, url: str) -> None:
     visit(page, url, "#post-generate")
     row = page.locator("#post-generate .fields tr", has=page.locator("code", has_text=re.compile("^temperature$")))
@@ -76,7 +61,6 @@ def test_fields_are_told_with_type_bounds_and_meaning_down_to_the_strategies(pag
     expect(diffusion.first).to_contain_text("threshold")
 
 
-@slow
 def test_a_request_is_sent_and_its_answer_shown(page: Page, url: str, fleet: ScriptedFleet) -> None:
     visit(page, url, "#post-generate")
     form = page.locator("#post-generate .attempt")
@@ -89,7 +73,6 @@ def test_a_request_is_sent_and_its_answer_shown(page: Page, url: str, fleet: Scr
     assert len(fleet.commands) == 1
 
 
-@slow
 def test_an_error_is_shown_as_it_is(page: Page, url: str) -> None:
     visit(page, url, "#post-generate")
     form = page.locator("#post-generate .attempt")
@@ -99,7 +82,6 @@ def test_an_error_is_shown_as_it_is(page: Page, url: str) -> None:
     expect(form.get_by_label("Answer")).to_contain_text("max_tokens")
 
 
-@slow
 def test_a_stream_is_shown_as_it_comes_and_can_be_stopped(page: Page, url: str, fleet: ScriptedFleet) -> None:
     fleet.script = hanging_in_the_first_block
     visit(page, url, "#post-generate")
@@ -112,7 +94,6 @@ def test_a_stream_is_shown_as_it_comes_and_can_be_stopped(page: Page, url: str, 
     expect(form.get_by_role("button", name="Send")).to_be_enabled()
 
 
-@slow
 def test_a_word_finds_operations_by_path_or_field(page: Page, url: str) -> None:
     visit(page, url)
     page.get_by_label("Find").fill("max_nfe")
@@ -122,7 +103,6 @@ def test_a_word_finds_operations_by_path_or_field(page: Page, url: str) -> None:
     expect(page.locator("#get-ping")).to_be_hidden()
 
 
-@slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_nothing_serious_is_wrong_for_those_who_cannot_see_or_point(
     page: Page, url: str, scheme: str, artifacts: Path
@@ -135,7 +115,6 @@ def test_nothing_serious_is_wrong_for_those_who_cannot_see_or_point(
     assert [one["id"] for one in found if one["impact"] in ("serious", "critical")] == []
 
 
-@slow
 def test_on_a_phone_nothing_is_wider_than_the_screen(browser: Browser, url: str, artifacts: Path) -> None:
     context = browser.new_context(viewport=PHONE)
     page = context.new_page()

@@ -28,6 +28,7 @@ from shared.commands import Generate, Limits, Sampling
 from shared.decoding import LowConfidenceStatic
 from shared.events import Delta, Failed, Finished
 from tests.bench.gpu.shapes import SHAPES, Shape, random_model
+from tests.worker.texts import NoText
 from worker.ahead import AheadRunner
 from worker.engine.engine import Engine
 from worker.engine.plan import Plan
@@ -46,18 +47,6 @@ PRODUCE = 256
 BUDGET = 4096
 
 Report = Callable[[dict[str, object]], None]
-
-
-class NoText:
-    """No tokenizer goes with random weights."""
-
-    stopped = False
-
-    def push(self, token_ids: object) -> str:
-        return ""
-
-    def flush(self) -> str:
-        return ""
 
 
 @dataclass
