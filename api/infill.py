@@ -88,6 +88,13 @@ async def draft_of(body: ChatBody, model: ServedModel) -> tuple[int, ...] | None
     return tuple(ids)
 
 
+def writers_of(
+    fill: Fill | None, commands: Sequence[Generate], model: ServedModel, stop: Sequence[str]
+) -> list["FillWriter"]:
+    """Return one for each command; none without a template."""
+    return [] if fill is None else [fill.writer(command, model, stop) for command in commands]
+
+
 def _check_company(body: GenerationBody, name: str) -> None:
     """Refuse what has no meaning beside a template, or would not be delivered."""
     options = body.diffusion

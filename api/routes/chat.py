@@ -17,7 +17,7 @@ from api.choices import finish_fields, report_fields, usage_fields
 from api.deps import ServicesDep, json_body
 from api.errors import invalid
 from api.frames import Frames
-from api.infill import Fill, FillWriter, draft_of, fill_of
+from api.infill import Fill, FillWriter, draft_of, fill_of, writers_of
 from api.logprobs import LogprobWriter
 from api.openapi import STREAM_RESPONSES, request_body
 from api.requests import Call, to_generate
@@ -64,9 +64,7 @@ class ChatPlan:
 
     @property
     def writers(self) -> list[FillWriter]:
-        if self.fill is None:
-            return []
-        return [self.fill.writer(command, self.model, self.body.stop or ()) for command in self.commands]
+        return writers_of(self.fill, self.commands, self.model, self.body.stop or ())
 
     @property
     def calls_tools(self) -> bool:

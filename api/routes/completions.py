@@ -16,7 +16,7 @@ from api.choices import finish_fields, report_fields, usage_fields
 from api.deps import ServicesDep, json_body
 from api.errors import ApiError
 from api.frames import Frames
-from api.infill import Fill, FillWriter, fill_of
+from api.infill import Fill, FillWriter, fill_of, writers_of
 from api.logprobs import LogprobWriter
 from api.openapi import STREAM_RESPONSES, request_body
 from api.requests import Call, to_generate
@@ -61,9 +61,7 @@ class CompletionPlan:
 
     @property
     def writers(self) -> list[FillWriter]:
-        if self.fill is None:
-            return []
-        return [self.fill.writer(command, self.model, self.body.stop or ()) for command in self.commands]
+        return writers_of(self.fill, self.commands, self.model, self.body.stop or ())
 
 
 async def plan_completion(body: CompletionBody, catalog: Catalog, call: Call) -> CompletionPlan:

@@ -51,7 +51,7 @@ async def generate(
 
 @router.delete("/generate/{request_id:path}", responses=ERROR_RESPONSES)
 async def end(request_id: str, services: ServicesDep) -> Response:
-    """End a request of any route by the id in its `x-diffleet-request` header; what it has produced stays.
+    """End a request by the id in its `x-diffleet-request` header, of several choices the first; what came stays.
 
     For requests with an Idempotency-Key, which closing the connection does not end. Whoever knows an id may use it: ids
     cannot be guessed. An id holds the model's name, which may have slashes.
