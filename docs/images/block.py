@@ -73,11 +73,10 @@ def written(text: str) -> str:
 
 if __name__ == "__main__":
     address, path = sys.argv[1:]
-    seen, text = snapshots(address)
-    for _ in range(9):
+    for _ in range(10):
+        seen, text = snapshots(address)
         # Snapshots are the first to be dropped where a machine is busy: ask again.
         if seen:
             break
-        seen, text = snapshots(address)
     with open(path, "w", encoding="utf-8") as file:
         file.write(draw(seen, text))
