@@ -193,8 +193,14 @@ def test_c30_request_ids_are_on_everything(http: httpx.Client, fleet: LiveFleet)
         assert http.post(CHAT, json=body, headers={"x-request-id": wrong}).headers["x-request-id"] != wrong
     trace = "4bf92f3577b34da6a3ce929d0e0e4736"
     http.post(CHAT, json=body, headers={"x-request-id": "traced-1", "traceparent": f"00-{trace}-00f067aa0ba902b7-01"})
-    lines = [json.loads(line) for line in fleet.front.log.read_text().splitlines()]
-    assert any(line.get("request_id") == "traced-1" and line.get("trace_id") == trace for line in lines)
+
+    def is_logged() -> bool:
+        whole = fleet.front.log.read_text().rpartition("\n")[0]
+        lines = [json.loads(line) for line in whole.splitlines()]
+        return any(line.get("request_id") == "traced-1" and line.get("trace_id") == trace for line in lines)
+
+    # A request's line is written once its answer has been sent.
+    eventually(is_logged, "the request is in the log")
     assert "12 + 30" not in fleet.logs
 
 

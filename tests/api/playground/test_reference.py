@@ -48,7 +48,8 @@ def test_every_operation_of_the_description_is_shown(page: Page, url: str) -> No
     assert sorted(shown) == wanted and len(wanted) > 25
     for summary in page.locator(".operation > summary").all():
         summary.click()
-    assert page.locator(".operation .inside").count() == len(wanted)
+    # A part is filled once its toggle event has come.
+    expect(page.locator(".operation .inside")).to_have_count(len(wanted))
 
 
 def test_fields_are_told_with_type_bounds_and_meaning_down_to_the_strategies(page: Page, url: str) -> None:
