@@ -93,7 +93,7 @@ class Bundle:
 
     async def read_to_end(self) -> list[Transcript]:
         """Follow all to their ends, and close; raises as iteration."""
-        transcripts = [Transcript.of(follow) for follow in self.follows]
+        transcripts = [Transcript.of(follow, keep_deltas=True) for follow in self.follows]
         try:
             async for index, event in self:
                 if event is not None:

@@ -10,11 +10,13 @@ from shared.events import Delta, Finished, Queued, Snapshot, Started, Usage
 class Transcript:
     """`clock` tells in seconds when the event at hand came, `began` is its reading at the submit."""
 
-    def __init__(self, began: float, clock: Callable[[], float]) -> None:
+    def __init__(self, began: float, clock: Callable[[], float], keep_deltas: bool = False) -> None:
+        self._keep_deltas = keep_deltas
         self._began = began
         self._clock = clock
         self._texts: list[str] = []
         self.deltas: list[Delta] = []
+        """Only where they are to be kept: an open stream has no use for what it has sent."""
         self.token_ids: list[int] = []
         self.nfe = 0
         self.end: Finished | None = None
@@ -23,8 +25,8 @@ class Transcript:
         self._total_ms: float | None = None
 
     @classmethod
-    def of(cls, follow: Follow) -> "Transcript":
-        return cls(follow.began, lambda: follow.came)
+    def of(cls, follow: Follow, keep_deltas: bool = False) -> "Transcript":
+        return cls(follow.began, lambda: follow.came, keep_deltas)
 
     def observe(self, event: Progress) -> None:
         match event:
@@ -36,7 +38,8 @@ class Transcript:
             case Delta():
                 self._first_ms = self._elapsed_ms() if self._first_ms is None else self._first_ms
                 self._texts.append(event.text)
-                self.deltas.append(event)
+                if self._keep_deltas:
+                    self.deltas.append(event)
                 self.token_ids += event.token_ids
                 self.nfe = event.nfe
             case Finished():
