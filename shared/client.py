@@ -26,6 +26,7 @@ from shared.connection import Argument, FleetUnavailable, Link
 from shared.dead_letters import DeadLetter, DeadLetters
 from shared.decoding import Decoding
 from shared.events import Delta, Event, Failed, Finished, Queued, decode_event, encode_event
+from shared.flights import Flights
 from shared.keys import GROUP, MODELS, Keys, model_of, new_request_id, partition, pick_partition, ulid
 from shared.keys import card as card_key
 from shared.lora import AdapterRecord, AdapterRegistry
@@ -160,8 +161,10 @@ class FleetClient:
         self._subscriber = subscriber
         self._dead_letters = DeadLetters(link)
         self._cards: dict[str, tuple[float, ModelCard]] = {}
-        self._card_reads: dict[str, asyncio.Task[ModelCard]] = {}
+        # A card is large and a tokenizer more so: a burst of requests would make as many.
+        self._card_reads = Flights[ModelCard]()
         self._tokenizers: dict[str, Tokenizer] = {}
+        self._tokenizer_builds = Flights[Tokenizer]()
 
     @classmethod
     def connect(cls, url: str, connections: int = 16, admission: Admission | None = None) -> Self:
@@ -175,8 +178,8 @@ class FleetClient:
 
     async def __aexit__(self, *error: object) -> None:
         await self._subscriber.__aexit__(*error)
-        for read in list(self._card_reads.values()):
-            read.cancel()
+        self._card_reads.cancel()
+        self._tokenizer_builds.cancel()
         await self._link.close()
 
     async def ping(self) -> None:
@@ -380,8 +383,11 @@ class FleetClient:
         """Return the tokenizer of a card, built once for each digest, off the event loop."""
         tokenizer = self._tokenizers.get(card.digest)
         if tokenizer is None:
-            tokenizer = await asyncio.to_thread(Tokenizer.from_files, card.files)
-            self._tokenizers[card.digest] = tokenizer
+            return await self._tokenizer_builds.join(card.digest, lambda: self._build_tokenizer(card))
+        return tokenizer
+
+    async def _build_tokenizer(self, card: ModelCard) -> Tokenizer:
+        tokenizer = self._tokenizers[card.digest] = await asyncio.to_thread(Tokenizer.from_files, card.files)
         return tokenizer
 
     async def abort(self, request_id: str, reason: str = "aborted") -> str:
@@ -458,17 +464,7 @@ class FleetClient:
         checked, card = self._cards.get(name, (0.0, None))
         if card is not None and time.monotonic() - checked < _CARD_FRESH_S:
             return card
-        read = self._card_reads.get(name)
-        if read is None:
-            # One for all who ask meanwhile: a card is large, and a burst of requests would fetch as many.
-            read = self._card_reads[name] = asyncio.create_task(self._read_card(name, card))
-            read.add_done_callback(lambda read: self._forget_read(name, read))
-        return await asyncio.shield(read)
-
-    def _forget_read(self, name: str, read: asyncio.Task[ModelCard]) -> None:
-        del self._card_reads[name]
-        if not read.cancelled():
-            read.exception()  # Whoever waited has left: nobody else would look at it.
+        return await self._card_reads.join(name, lambda: self._read_card(name, card))
 
     async def _read_card(self, name: str, card: ModelCard | None) -> ModelCard:
         try:

@@ -1,7 +1,8 @@
 """What many requests cost together: counted, not timed."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import dataclasses
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import pytest
@@ -9,10 +10,13 @@ import pytest
 from shared.client import FleetClient
 from shared.commands import Generate, Limits
 from shared.connection import Link
+from shared.flights import Flights
 from shared.keys import Keys, new_request_id
 from shared.memory import MemoryGauge
 from shared.queue import WorkerQueue
+from shared.text import Tokenizer
 from tests.shared.protocol_for_tests import MODEL, block_of, card_of, command_for
+from tests.shared.tokenizers_for_tests import byte_level_files
 
 
 @pytest.fixture
@@ -55,6 +59,42 @@ async def test_a_burst_reads_a_card_once(redis_url: str, queue: WorkerQueue, fle
         cards = await asyncio.gather(*(fleet.card(MODEL) for _ in range(500)))
         assert {card.name for card in cards} == {MODEL}
         assert fleet_redis.info("commandstats")["cmdstat_hgetall"]["calls"] == 1
+
+
+async def test_a_burst_builds_a_tokenizer_once(
+    redis_url: str, queue: WorkerQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[int] = []
+    from_files = Tokenizer.from_files
+
+    def build(files: Mapping[str, bytes]) -> Tokenizer:
+        built.append(1)
+        return from_files(files)
+
+    monkeypatch.setattr(Tokenizer, "from_files", build)
+    async with FleetClient.connect(redis_url) as fleet:
+        card = dataclasses.replace(card_of(), files=byte_level_files())
+        made = await asyncio.gather(*(fleet.tokenizer(card) for _ in range(50)))
+        assert len(built) == 1 and all(one is made[0] for one in made)
+
+
+async def test_a_call_goes_on_for_the_others_when_one_leaves_and_is_made_again_after_a_fault() -> None:
+    flights, calls, gate = Flights[int](), list[int](), asyncio.Event()
+
+    async def call() -> int:
+        calls.append(1)
+        await gate.wait()
+        if len(calls) == 1:
+            raise ValueError("once")
+        return 7
+
+    leaver, stayer = (asyncio.create_task(flights.join("k", call)) for _ in range(2))
+    await asyncio.sleep(0)
+    leaver.cancel()
+    gate.set()
+    with pytest.raises(ValueError, match="once"):
+        await stayer
+    assert await flights.join("k", call) == 7 and len(calls) == 2
 
 
 async def test_a_burst_asks_for_the_memory_once(redis_url: str, queue: WorkerQueue, fleet_redis: Any) -> None:
