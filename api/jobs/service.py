@@ -121,4 +121,6 @@ async def run_batch(context: Mapping[str, Any], tenant: str, batch_id: str) -> N
 
 def open_queue(url: str) -> ArqRedis:
     """Return arq's client for any URL but a Cluster's: arq would not unquote credentials, nor check a certificate."""
-    return ArqRedis(open_pool(url), default_queue_name=names.JOBS)
+    queue = ArqRedis(open_pool(url), default_queue_name=names.JOBS)
+    queue.auto_close_connection_pool = True  # the pool is nobody else's: closing the client closes its connections
+    return queue

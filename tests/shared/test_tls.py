@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from arq.connections import ArqRedis
@@ -107,7 +108,12 @@ async def _kinds(fleet: FleetClient) -> list[str]:
 async def test_the_queue_of_the_jobs_is_reached_over_tls(secured: Secured) -> None:
     queue: ArqRedis = open_queue(secured.url(**secured.known))
     assert await queue.ping()
+    pool: Any = queue.connection_pool
+    connection = await pool.get_connection()
+    await pool.release(connection)
+    assert connection.is_connected
     await queue.aclose()
+    assert not connection.is_connected
 
 
 # asyncio closes the socket of a refused handshake a turn later than the test may last.
