@@ -1,5 +1,6 @@
 """Batching: 32 requests at once over the same 32 one after another, on one engine of each precision."""
 
+import argparse
 import asyncio
 import os
 from typing import Literal
@@ -36,4 +37,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     asyncio.run(main())

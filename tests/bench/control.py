@@ -5,6 +5,7 @@ Workers only sleep for a step. All figures are CPU time, counts and bytes, so th
     python -m tests.bench.control
 """
 
+import argparse
 import asyncio
 import contextlib
 import os
@@ -244,4 +245,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     asyncio.run(main())

@@ -4,6 +4,7 @@ The first event is the snapshot of the first denoise step, or the first block wh
 needs exactly one step.
 """
 
+import argparse
 import asyncio
 import os
 import statistics
@@ -62,4 +63,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     asyncio.run(main())

@@ -1,5 +1,6 @@
 """The whole path over the engine alone: tokens/s through HTTP, Redis and a worker, and in process."""
 
+import argparse
 import asyncio
 import os
 
@@ -40,4 +41,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     asyncio.run(main())

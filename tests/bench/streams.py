@@ -1,5 +1,6 @@
 """Memory of an api process that holds 1,000 open streams, beside the same process with none."""
 
+import argparse
 import asyncio
 import contextlib
 import os
@@ -46,4 +47,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     asyncio.run(main())

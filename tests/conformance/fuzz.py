@@ -3,6 +3,7 @@
 Zero server errors, no undocumented status, every answer in the documented content type; and the worker lives.
 """
 
+import argparse
 import subprocess
 import sys
 
@@ -14,7 +15,9 @@ _CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance"
 
 
 def main() -> int:
-    examples = sys.argv[1] if len(sys.argv) > 1 else "20"
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("examples", nargs="?", type=int, default=20, help="of each operation")
+    examples = str(parser.parse_args().examples)
     fleet = LiveFleet()
     try:
         fleet.start()

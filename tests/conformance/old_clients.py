@@ -3,6 +3,7 @@
 Makes an environment for each version, so it needs a package index; it is not part of the normal run.
 """
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,10 @@ _CHECKS = Path(__file__).with_name("old_client_checks.py")
 
 
 def main() -> int:
-    interpreters = [environment(f"openai-{version}", [f"openai=={version}"]) for version in sys.argv[1:] or VERSIONS]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("versions", nargs="*", default=list(VERSIONS), help="of openai's client")
+    versions: list[str] = parser.parse_args().versions
+    interpreters = [environment(f"openai-{version}", [f"openai=={version}"]) for version in versions]
     fleet = LiveFleet()
     try:
         fleet.start()

@@ -3,6 +3,7 @@
 Makes an environment for each library, so it needs a package index; it is not part of the normal run.
 """
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,11 @@ _CHECKS = Path(__file__).with_name("third_party_checks.py")
 
 
 def main() -> int:
-    names = sys.argv[1:] or list(REQUIREMENTS)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(REQUIREMENTS)}; all unless named")
+    names: list[str] = parser.parse_args().names or list(REQUIREMENTS)
+    if unknown := [name for name in names if name not in REQUIREMENTS]:
+        parser.error(f"unknown: {', '.join(unknown)}")
     interpreters = {name: environment(name, REQUIREMENTS[name]) for name in names}
     fleet = LiveFleet()
     failed: list[str] = []

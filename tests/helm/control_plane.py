@@ -8,6 +8,7 @@ The tests skip themselves until then.
 Nodes and the kubelet are pretended here: objects, and a thread that calls pods running and lets them go.
 """
 
+import argparse
 import contextlib
 import json
 import os
@@ -300,8 +301,10 @@ def _free_port() -> int:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("work", type=Path, nargs="?", default=PLACE.with_name("control-plane-work"), help="scratch")
+    target: Path = parser.parse_args().work
     if not built():
-        target = Path(sys.argv[1]) if len(sys.argv) > 1 else PLACE.with_name("control-plane-work")
         target.mkdir(parents=True, exist_ok=True)
         build(target)
     print(PLACE)

@@ -1,5 +1,6 @@
 """Draw docs/images/autoscaling.svg from a simulated day of bursts: `python -m tests.helm.plot`."""
 
+import argparse
 import asyncio
 import sys
 import tempfile
@@ -85,6 +86,7 @@ def _corners(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     OUT.parent.mkdir(parents=True, exist_ok=True)
     OUT.write_text(draw(asyncio.run(record())))
     print(f"wrote {OUT}", file=sys.stderr)

@@ -1,7 +1,7 @@
 """Draw tokens/s over batch under the roofline: python -m tests.bench.gpu.plot FOLDER, with its steps and servings."""
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 import matplotlib
@@ -58,4 +58,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="where the raw files lie and the plot goes")
+    main(parser.parse_args().folder)
