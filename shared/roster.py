@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 WorkerState = Literal["loading", "ready", "draining"]
+_NUMBERS = ("slots", "free", "steps", "pages", "pages_free", "reclaims", "pid")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,13 @@ class WorkerInfo:
     """Slots without a request."""
     steps: int = 0
     """Denoising forwards since its start."""
+    pages: int = 0
+    """Pages of its KV cache."""
+    pages_free: int = 0
+    reclaims: int = 0
+    """Claims since its start of requests that another claim had begun."""
+    pid: int = 0
+    """Its process, on the host or in the pod that its id names."""
     version: str = ""
     device: str = ""
     adapters: tuple[str, ...] = ()
@@ -36,6 +44,10 @@ def pack_worker(info: WorkerInfo) -> dict[str, str | int]:
         "slots": info.slots,
         "free": info.free,
         "steps": info.steps,
+        "pages": info.pages,
+        "pages_free": info.pages_free,
+        "reclaims": info.reclaims,
+        "pid": info.pid,
         "version": info.version,
         "device": info.device,
         "adapters": ",".join(info.adapters),
@@ -48,7 +60,7 @@ def unpack_worker(fields: Mapping[bytes, bytes]) -> WorkerInfo | None:
     state = next((known for known in get_args(WorkerState) if known == text.get("state")), None)
     if state is None or "id" not in text:
         return None
-    numbers = {name: int(text.get(name, "0")) for name in ("slots", "free", "steps")}
+    numbers = {name: int(text.get(name, "0")) for name in _NUMBERS}
     return WorkerInfo(
         id=text["id"],
         model=text.get("model", ""),

@@ -91,7 +91,7 @@ def _serve(settings: WorkerSettings, tracing: Tracing) -> ExitCode:
         os._exit(ExitCode.STUCK)
 
     def info(state: WorkerState) -> WorkerInfo:
-        return WorkerInfo(worker_id, name, state, slots=settings.max_rows)
+        return WorkerInfo(worker_id, name, state, slots=settings.max_rows, pid=os.getpid())
 
     probe = None
     if settings.metrics_port:
@@ -153,13 +153,18 @@ def _serve(settings: WorkerSettings, tracing: Tracing) -> ExitCode:
     service = Service(assembly.engine, bridge, mailbox, pulse, readiness, metrics, settings.drain_s)
 
     def announce() -> WorkerInfo:
+        load = assembly.engine.load()
         return WorkerInfo(
             worker_id,
             name,
             service.state,
             slots=settings.max_rows,
             free=max(0, settings.max_rows - len(bridge.held())),
-            steps=assembly.engine.load().steps,
+            steps=load.steps,
+            pages=load.total_pages,
+            pages_free=load.free_pages,
+            reclaims=metrics.reclaims,
+            pid=os.getpid(),
             device=str(placement.device),
             version=_version(),
             adapters=tuple(assembly.adapters.names()) if assembly.adapters is not None else (),

@@ -80,6 +80,8 @@ class Metrics:
         self._forward_seen_s = 0.0
         self._hits_seen = 0
         self._finished_total = 0
+        self.reclaims = 0
+        """Claims of requests that another claim had begun."""
         self._nfe_total = 0
 
     def watch(
@@ -115,6 +117,7 @@ class Metrics:
     def count_claim(self, again: bool) -> None:
         self._claims.inc()
         if again:
+            self.reclaims += 1
             self._reclaims.inc()
 
     def count_fenced(self) -> None:

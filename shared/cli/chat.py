@@ -109,9 +109,7 @@ def command(conversation: Conversation, line: str) -> tuple[Conversation, Sequen
 def chat(url: str, conversation: Conversation) -> None:
     """Read questions and print answers until the end of the input. Errors of one question do not end it."""
     if sys.stdin.isatty():
-        print(
-            f"Chatting with {url}. /help lists the commands, Ctrl-C ends an answer, Ctrl-D the chat.", file=sys.stderr
-        )
+        print(f"Chatting with {url}. /help: commands, Ctrl-C: end an answer, Ctrl-D: leave.", file=sys.stderr)
     for line in _lines():
         question: str | None = line
         try:

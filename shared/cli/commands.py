@@ -205,6 +205,12 @@ def worker(context: typer.Context) -> None:
     _become("worker", context.args)
 
 
+@app.command(context_settings=_PASS_ON)
+def jobs(context: typer.Context) -> None:
+    """Run the jobs process alone (`python -m api.jobs`); its own options follow: `diffleet jobs --help`."""
+    _become("api.jobs", context.args)
+
+
 @app.command()
 def models(url: Url = DEFAULT_URL) -> None:
     """List the bundled models, and those of the fleet if one answers."""
@@ -270,8 +276,9 @@ def _known_redis(url: str | None) -> str | None:
 
 
 def _become(module: str, args: list[str]) -> None:
-    if importlib.util.find_spec(module) is None:
-        print(f"diffleet: the package {module!r} is not installed: pip install 'diffleet[{module}]'", file=sys.stderr)
+    package = module.partition(".")[0]
+    if importlib.util.find_spec(package) is None:
+        print(f"diffleet: the package {package!r} is not installed: pip install 'diffleet[{package}]'", file=sys.stderr)
         raise typer.Exit(Exit.USAGE)
     os.execv(sys.executable, [sys.executable, "-P", "-m", module, *args])
 

@@ -12,6 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, cast
 
+import httpx
 from redis import exceptions
 from rich.console import Console
 from rich.table import Table
@@ -21,6 +22,7 @@ from shared.connection import open_sync_client
 from shared.keys import MODELS
 
 _REDIS_TIMEOUT_S = 3.0
+_HEALTH_TIMEOUT_S = 2.0
 _LEAST_REDIS = (7, 0)
 _LEAST_DISK_GB = 1.0
 _EXTRAS: Mapping[str, tuple[str, ...]] = {
@@ -157,7 +159,9 @@ def check_port(host: str, port: int) -> Finding:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as error:
-        remedy = "a running fleet, or something else: choose another --port"
+        if (models := _serving(host, port)) is not None:
+            return Finding(subject, Verdict.OK, f"a Diffleet serves there: {', '.join(models) or 'no model yet'}")
+        remedy = "something else listens there, or the address is not this machine's: choose another --port or --host"
         return Finding(subject, Verdict.NOTE, f"taken on {host}: {error.strerror or error}", remedy)
     return Finding(subject, Verdict.OK, f"free on {host}")
 
@@ -197,6 +201,18 @@ def print_findings(findings: Iterable[Finding]) -> int:
         table.add_row(Text(finding.verdict.value, styles[finding.verdict]), finding.subject, text)
     Console(highlight=False).print(table)
     return sum(finding.verdict is Verdict.FAULT for finding in findings)
+
+
+def _serving(host: str, port: int) -> list[str] | None:
+    """Return the models of the api that listens there; None if it is no api of ours."""
+    name = f"[{host}]" if ":" in host else host
+    try:
+        # 503 with the same fields while it is not ready.
+        told = httpx.get(f"http://{name}:{port}/health/ready", timeout=_HEALTH_TIMEOUT_S, trust_env=False).json()
+    except (httpx.HTTPError, ValueError):
+        return None
+    known = isinstance(told, dict) and {"redis", "draining", "workers"} <= cast(dict[str, Any], told).keys()
+    return list(cast(dict[str, Any], told)["workers"]) if known else None
 
 
 def _nvidia_smi() -> str | None:

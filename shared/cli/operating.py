@@ -72,7 +72,7 @@ def top(
     ] = DEFAULT_URL,
     worker: Annotated[
         list[str] | None,
-        typer.Option(help="Address of a worker's metrics (its --metrics-port), for pages and reclaims; repeat it."),
+        typer.Option(help="Address of a worker's metrics (its --metrics-port), for tokens/s by block; repeat it."),
     ] = None,
     model: Model = None,
     interval: Annotated[float, typer.Option(min=0.2, max=60.0, help="Seconds from one look to the next.")] = 1.0,
@@ -80,8 +80,8 @@ def top(
 ) -> None:
     """Show a fleet, live: workers, lanes, the age of the oldest request, rates.
 
-    Workers and lanes come from Redis; tokens/s and tokens per forward from the api's metrics, pages and reclaims from
-    those of workers. What does not answer is left out.
+    Workers, their pages and reclaims, and lanes come from Redis; tokens/s and tokens per forward from the api's
+    metrics, which count a request when it ends. What does not answer is left out.
     """
     from shared.cli.operations import find_redis
     from shared.cli.top import samples, watch

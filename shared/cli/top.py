@@ -20,12 +20,7 @@ from shared.cli.exposition import sums
 from shared.cli.operations import operating
 
 FROM_API = ("diffleet_completion_tokens_total", "diffleet_denoising_forwards_total")
-FROM_WORKERS = (
-    "diffleet_generated_tokens_total",
-    "diffleet_kv_pages",
-    "diffleet_kv_pages_free",
-    "diffleet_reclaims_total",
-)
+FROM_WORKERS = ("diffleet_generated_tokens_total",)
 _SCRAPE_TIMEOUT_S = 2.0
 _LOOKS = 5
 _NONE: Mapping[str, float] = {}
@@ -106,11 +101,8 @@ def _headline(view: ModelView, sample: Sample, before: Sample | None) -> Text:
         facts.append(f"{made / seconds:.1f} tokens/s")
     if tokens and forwards:
         facts.append(f"{tokens / forwards:.2f} tokens/forward")
-    total, free = metrics.get("diffleet_kv_pages"), metrics.get("diffleet_kv_pages_free")
-    if total and free is not None:
-        facts.append(f"pages {total - free:.0f}/{total:.0f}")
-    if (reclaims := metrics.get("diffleet_reclaims_total")) is not None:
-        facts.append(f"{reclaims:.0f} reclaims")
+    reclaims = sum(worker.reclaims for worker in view.workers)
+    facts.append(f"{reclaims} reclaim{'' if reclaims == 1 else 's'}")
     if view.dead_letters:
         facts.append(f"{view.dead_letters} dead letters")
     return text.append("  " + " · ".join(facts), "not bold")
@@ -129,7 +121,7 @@ def _workers(view: ModelView, sample: Sample, before: Sample | None) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in ("worker", "state", "device"):
         table.add_column(column, no_wrap=True)
-    for column in ("running", "slots", "forwards", "forwards/s", "beat"):
+    for column in ("running", "pages", "reclaims", "forwards", "forwards/s", "beat", "pid"):
         table.add_column(column, justify="right", no_wrap=True)
     steps = {worker.id: worker.steps for model in (before.census.models if before else ()) for worker in model.workers}
     seconds = 0.0 if before is None else sample.at - before.at
@@ -141,11 +133,13 @@ def _workers(view: ModelView, sample: Sample, before: Sample | None) -> Table:
             worker.id,
             Text(worker.state, style),
             worker.device or "-",
-            str(worker.slots - worker.free),
-            str(worker.slots),
+            f"{worker.slots - worker.free}/{worker.slots}",
+            f"{worker.pages - worker.pages_free}/{worker.pages}" if worker.pages else "-",
+            str(worker.reclaims),
             str(worker.steps),
             "-" if rate is None else f"{max(0.0, rate):.1f}",
             f"{beat_s:.1f} s",
+            str(worker.pid or "-"),
         )
     if not view.workers:
         table.add_row(Text("none alive: requests wait until one comes", "red"))

@@ -35,7 +35,22 @@ def shown(sample: Sample, before: Sample | None = None) -> str:
 
 
 def census(steps: int, *, workers: int = 1) -> Census:
-    ones = [WorkerInfo(f"w{n}", "m", "ready", slots=8, free=5, steps=steps, device="cpu") for n in range(workers)]
+    ones = [
+        WorkerInfo(
+            f"w{n}",
+            "m",
+            "ready",
+            slots=8,
+            free=5,
+            steps=steps,
+            pages=64,
+            pages_free=40,
+            reclaims=2,
+            pid=77,
+            device="cpu",
+        )
+        for n in range(workers)
+    ]
     lanes = (LaneView("rt", 0, None), LaneView("std", 4, 12.5), LaneView("bulk", 0, None))
     return Census(1000, (ModelView("m", tuple(ones), lanes, 0),))
 
@@ -48,9 +63,9 @@ def test_top_shows_lanes_workers_and_the_rates_since_an_earlier_look() -> None:
         12.0, census(150), {"m": {"diffleet_completion_tokens_total": 40.0, "diffleet_denoising_forwards_total": 17.0}}
     )
     text = shown(now, before)
-    assert "1 worker · 3 running · 4 open · 15.0 tokens/s · 2.50 tokens/forward" in text
+    assert "1 worker · 3 running · 4 open · 15.0 tokens/s · 2.50 tokens/forward · 2 reclaims" in text
     assert re.search(r"std +4 +12.5 s", text)
-    assert re.search(r"w0 +ready +cpu +3 +8 +150 +25.0", text)
+    assert re.search(r"w0 +ready +cpu +3/8 +24/64 +2 +150 +25.0 .* 77", text)
 
 
 def test_top_says_what_it_means_that_no_worker_lives() -> None:
@@ -153,6 +168,23 @@ def test_doctor_finds_a_local_fleet_by_its_data_folder(live_fleet: Up) -> None:
     done = diffleet("doctor", "--data-dir", str(live_fleet.data_dir))
     assert done.returncode == 0, done.stdout
     assert re.search(r"ok +redis +valkey 9", done.stdout) and "may read df:* and run scripts" in done.stdout
+
+
+@pytest.mark.slow
+def test_doctor_tells_a_diffleet_from_another_listener(live_fleet: Up) -> None:
+    place = ("--data-dir", str(live_fleet.data_dir), "--port")
+    assert "a Diffleet serves there: demo" in diffleet("doctor", *place, live_fleet.url.rpartition(":")[2]).stdout
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        assert "something else listens there" in diffleet("doctor", *place, str(other.getsockname()[1])).stdout
+
+
+@pytest.mark.slow
+def test_top_names_the_process_of_a_worker(live_fleet: Up) -> None:
+    done = diffleet("top", "--once", "--interval", "0.2", "--redis-url", live_fleet.redis_url, "--url", live_fleet.url)
+    (pid,) = re.findall(r" ready .* (\d+)$", done.stdout, re.M)
+    assert b"worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 @pytest.mark.slow
