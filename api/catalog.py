@@ -49,8 +49,9 @@ class ServedModel:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        field: str = "messages",
     ) -> list[int]:
-        """Return the ids of a chat under the model's template; raises `ApiError`."""
+        """Return the ids of a chat under the model's template; raises `ApiError` that names `field`."""
         if not self.tokenizer.template_takes_tools:
             messages, tools = plain_messages(messages, tools or ()), None
         try:
@@ -58,7 +59,7 @@ class ServedModel:
                 return self.tokenizer.encode_chat(messages, tools, add_generation_prompt)
             return await asyncio.to_thread(self.tokenizer.encode_chat, messages, tools, add_generation_prompt)
         except (InvalidText, TemplateError) as error:
-            raise invalid("messages", f"messages: {error}") from error
+            raise invalid(field, f"{field}: {error}") from error
 
 
 class Catalog:

@@ -1,9 +1,10 @@
-"""Log-probabilities in OpenAI's two shapes, in step with the text that a stream has released."""
+"""Log-probabilities in OpenAI's shapes and the native one, in step with the text that a stream has released."""
 
 import codecs
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from shared.events import Delta, Finished, TokenLogprob
 from shared.text import Tokenizer
@@ -64,6 +65,18 @@ class LogprobWriter:
         """Return `logprobs` as chats have it."""
         return {"content": [self._entry(item) for item in tokens], "refusal": None}
 
+    def response(self, tokens: Sequence[_Spelled]) -> list[dict[str, object]]:
+        """Return what responses tell of tokens: as chats, with bytes for every one."""
+        return [_with_bytes(self._entry(item)) for item in tokens]
+
+    def native(self, delta: Delta) -> list[dict[str, object]]:
+        """Return what /generate tells: an entry for each of the ids of a block, whatever text has come of them."""
+        return [
+            self._numbered(token, told.logprob)
+            | {"top_logprobs": [self._numbered(other, value) for other, value in told.top]}
+            for token, told in zip(delta.token_ids, delta.logprobs or (), strict=False)
+        ]
+
     def completion(self, tokens: Sequence[_Spelled]) -> dict[str, object]:
         """Return `logprobs` as completions have it."""
         tops = [
@@ -85,6 +98,9 @@ class LogprobWriter:
         said = None if token in self._special else list(spelled)
         return {"token": self._name(token, spelled), "logprob": _finite(logprob), "bytes": said}
 
+    def _numbered(self, token: int, logprob: float) -> dict[str, object]:
+        return {"token_id": token} | self._told(token, self._spell(token), logprob)
+
     def _spell(self, token: int) -> bytes:
         return self._tokenizer.speller.spell(token)
 
@@ -96,6 +112,14 @@ class LogprobWriter:
         except UnicodeDecodeError:
             # OpenAI's spelling of a piece of a character.
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+
+def _with_bytes(entry: dict[str, object]) -> dict[str, object]:
+    tops = cast(list[dict[str, object]], entry["top_logprobs"])
+    return entry | {
+        "bytes": entry["bytes"] or [],
+        "top_logprobs": [top | {"bytes": top["bytes"] or []} for top in tops],
+    }
 
 
 def _finite(logprob: float) -> float:

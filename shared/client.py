@@ -149,6 +149,8 @@ class Result:
     token_ids: list[int]
     end: Finished | Failed | None
     """Its terminal event, if it has ended."""
+    deltas: Sequence[Delta] = ()
+    """What the text and the ids came in."""
 
 
 class FleetClient:
@@ -420,6 +422,7 @@ class FleetClient:
             text="".join(delta.text for delta in deltas),
             token_ids=[token for delta in deltas for token in delta.token_ids],
             end=next((event for event in events if isinstance(event, Finished | Failed)), None),
+            deltas=deltas,
         )
 
     async def dead_letters(self, model: str, limit: int = 100) -> list[DeadLetter]:

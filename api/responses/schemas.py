@@ -1,17 +1,28 @@
 # pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
 """The body of POST /v1/responses."""
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, cast
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from api.errors import invalid, unsupported
 from api.schemas import GUIDED, GenerationBody
+from shared.commands import MOST_LOGPROBS
 
-_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
-_TEXT_PARTS = ("input_text", "output_text", "text")
+_LOGPROBS = "message.output_text.logprobs"
+_INCLUDES = (
+    _LOGPROBS,
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+)
+"""What a response may be asked to include; all but the first is about items that no response has here."""
 _EFFECTS: Mapping[str, tuple[object, ...]] = {
     "conversation": (),
     "prompt": (),
@@ -55,7 +66,7 @@ Metadata = Annotated[
 
 class ResponseBody(GenerationBody):
     model_config = ConfigDict(frozen=True, strict=True, extra="allow")
-    delivers: ClassVar[frozenset[str]] = GUIDED
+    delivers: ClassVar[frozenset[str]] = GUIDED | {"tools", "tool_choice", "top_logprobs"}
 
     input: Annotated[
         Any,
@@ -73,8 +84,27 @@ class ResponseBody(GenerationBody):
         description="Its format is text, json_object, or json_schema with a schema that the answer follows.",
     )
 
+    tools: list[dict[str, Any]] | None = Field(default=None, description="Functions that the answer may call.")
+    tool_choice: Literal["none", "auto", "required", "any"] | dict[str, Any] | None = Field(
+        default=None, description="Unset: auto. required, a function or allowed_tools make sure of a call."
+    )
+    parallel_tool_calls: bool | None = Field(default=None, description="False: one call at most. Unset: true.")
+    include: list[str] | None = Field(
+        default=None, max_length=16, description=f"{_LOGPROBS}: how probable each token was when it was decided."
+    )
+    top_logprobs: int | None = Field(
+        default=None, ge=0, le=MOST_LOGPROBS, description="Log-probabilities of so many others beside each token."
+    )
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        asked = _LOGPROBS in (self.include or ())
+        return self.top_logprobs or 0 if asked or self.top_logprobs else None
+
     @property
     def wanted_tokens(self) -> tuple[str, int | None]:
+        if self.max_output_tokens is None and self.max_tokens is not None:
+            return "max_tokens", self.max_tokens
         return "max_output_tokens", self.max_output_tokens
 
     @property
@@ -89,56 +119,8 @@ def check_effects(body: ResponseBody) -> None:
         value = extra.get(name)
         if value is not None and value not in harmless:
             raise unsupported(name)
+    for index, name in enumerate(body.include or ()):
+        if name not in _INCLUDES:
+            raise invalid(f"include[{index}]", f"include[{index}] must be one of {', '.join(_INCLUDES)}")
     if body.background and not body.stored:
         raise invalid("store", "a background response must be stored: nothing else would tell its end")
-
-
-def to_messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Return the items as templates take them; raises `ApiError` naming the item."""
-    messages: list[dict[str, str]] = []
-    for index, item in enumerate(items):
-        where = f"input[{index}]"
-        kind = item.get("type", "message")
-        if kind == "reasoning":
-            continue
-        if kind != "message":
-            raise unsupported(f"{where}.type")
-        role = _ROLES.get(cast(str, item.get("role"))) if isinstance(item.get("role"), str) else None
-        if role is None:
-            raise invalid(f"{where}.role", f"{where}.role must be one of {', '.join(_ROLES)}")
-        messages.append({"role": role, "content": _text_of(item.get("content"), where)})
-    if not messages:
-        raise invalid("input", "input has no message")
-    return messages
-
-
-def _text_of(content: object, where: str) -> str:
-    match content:
-        case str():
-            return content
-        case list():
-            texts: list[str] = []
-            for number, part in enumerate(content):
-                match part:
-                    case {"type": str(kind), "text": str(text)} if kind in _TEXT_PARTS:
-                        texts.append(text)
-                    case {"type": "refusal", "refusal": str(text)}:
-                        texts.append(text)
-                    case _:
-                        raise invalid(f"{where}.content[{number}]", f"{where}.content[{number}] must be a text part")
-            return "".join(texts)
-        case _:
-            raise invalid(f"{where}.content", f"{where}.content must be a string or a list of text parts")
-
-
-def as_items(items: Sequence[Mapping[str, Any]], response_id: str) -> list[dict[str, Any]]:
-    """Return the items as `input_items` lists them: each a message with an id and parts."""
-    listed: list[dict[str, Any]] = []
-    for index, item in enumerate(items):
-        content = item.get("content")
-        parts = [{"type": "input_text", "text": content}] if isinstance(content, str) else content
-        fallback = f"msg_{response_id.rpartition('_')[2]}_{index}"
-        listed.append(
-            {"type": "message", "status": "completed", **item, "content": parts, "id": item.get("id") or fallback}
-        )
-    return listed

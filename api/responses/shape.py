@@ -5,21 +5,26 @@ event log is kept for it.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, assert_never
+from typing import Any, assert_never
 
 import orjson
 
 from api.errors import ApiError
+from api.responses.output import Called, Change, Output, Said, Status
 from api.responses.store import Record
 from shared.events import Delta, Failed, Finished, Queued, Snapshot, Started, Usage
+from shared.text import Tokenizer
 
-Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+
+def output_of(record: Record, tokenizer: Tokenizer | None) -> Output:
+    """Return the output before anything has come of it; `tokenizer` of the model, if log-probabilities are told."""
+    return Output(record.id.rpartition("_")[2], record.calls, tokenizer)
 
 
 def response_object(
-    record: Record, status: Status, text: str | None = None, end: Finished | Failed | None = None
+    record: Record, status: Status, output: Output | None = None, end: Finished | Failed | None = None
 ) -> dict[str, Any]:
-    """Return the response; `text` None: its message has not begun."""
+    """Return the response with what has come of its output."""
     content: dict[str, Any] = {
         "id": record.id,
         "object": "response",
@@ -29,7 +34,7 @@ def response_object(
         "error": None,
         "incomplete_details": None,
         "model": record.model,
-        "output": [] if text is None else [message_item(record, status, text)],
+        "output": [] if output is None else output.told(status),
         "parallel_tool_calls": True,
         "reasoning": {"effort": None, "summary": None},
         "service_tier": "default",
@@ -42,33 +47,14 @@ def response_object(
         "usage": None,
         **record.echo,
     }
-    match end:
-        case Finished(reason="length"):
-            content["incomplete_details"] = {"reason": "max_output_tokens"}
-        case Failed():
-            content["error"] = {"code": "server_error", "message": end.message}
-        case Finished() | None:
-            pass
-        case _:
-            assert_never(end)
+    if isinstance(end, Failed):
+        content["error"] = {"code": "server_error", "message": end.message}
+    if status == "incomplete":
+        content["incomplete_details"] = {"reason": "max_output_tokens"}
     if isinstance(end, Finished):
         content["usage"] = usage_fields(end.usage)
         content["finish_detail"] = end.detail
     return content
-
-
-def status_of(end: Finished | Failed) -> Status:
-    match end:
-        case Failed():
-            return "failed"
-        case Finished(reason="stop"):
-            return "completed"
-        case Finished(reason="length"):
-            return "incomplete"
-        case Finished(reason="aborted"):
-            return "cancelled"
-        case _:
-            raise AssertionError("every reason has a status")
 
 
 def usage_fields(usage: Usage) -> dict[str, Any]:
@@ -83,39 +69,17 @@ def usage_fields(usage: Usage) -> dict[str, Any]:
     }
 
 
-def message_item(record: Record, status: Status, text: str | None) -> dict[str, Any]:
-    """Return the one output item; `text` None: it has no part yet."""
-    match status:
-        case "queued" | "in_progress":
-            told = "in_progress"
-        case "completed":
-            told = "completed"
-        case "incomplete" | "failed" | "cancelled":
-            told = "incomplete"
-        case _:
-            assert_never(status)
-    return {
-        "id": f"msg_{record.id.rpartition('_')[2]}",
-        "type": "message",
-        "role": "assistant",
-        "status": told,
-        "content": [] if text is None else [_part(text)],
-    }
-
-
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
 class EventWriter:
     """Turns the events of a request, from its first, into the events of a response, numbered from 0."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Record, tokenizer: Tokenizer | None = None) -> None:
+        """`tokenizer` as for `output_of`."""
         self._record = record
         self._number = 0
         self._running = False
-        self._opened = False
-        self._texts: list[str] = []
+        self._output = output_of(record, tokenizer)
+        self._opened = 0
+        """Items that have been announced; all but the last one of them have been closed."""
 
     def begin(self) -> Iterator[dict[str, Any]]:
         """Yield what stands before all news of the request."""
@@ -129,10 +93,9 @@ class EventWriter:
             case Started():
                 yield from self._run()
             case Delta():
-                yield from self._open()
-                if event.text:
-                    self._texts.append(event.text)
-                    yield self._numbered("response.output_text.delta", **self._place, delta=event.text, logprobs=[])
+                yield from self._run()
+                for change in self._output.push(event):
+                    yield from self._tell(change)
             case Finished() | Failed():
                 yield from self._close(event)
             case _:
@@ -156,35 +119,64 @@ class EventWriter:
             self._running = True
             yield self._whole("response.in_progress", "in_progress")
 
-    def _open(self) -> Iterator[dict[str, Any]]:
-        yield from self._run()
+    def _tell(self, change: Change) -> Iterator[dict[str, Any]]:
+        item, index = change.item, change.index
+        if index == self._opened:
+            yield from self._close_item("completed")
+            self._opened += 1
+            begun = item.item("in_progress", begun=False)
+            yield self._numbered("response.output_item.added", output_index=index, item=begun)
+            if isinstance(item, Said):
+                part = Said(item.id).part()
+                yield self._numbered("response.content_part.added", **_place(item, index), part=part)
+        match item:
+            case Said() if change.text:
+                logprobs = list(change.logprobs)
+                yield self._numbered(
+                    "response.output_text.delta", **_place(item, index), delta=change.text, logprobs=logprobs
+                )
+            case Called() if change.text:
+                yield self._numbered(
+                    "response.function_call_arguments.delta", item_id=item.id, output_index=index, delta=change.text
+                )
+            case _:
+                pass
+
+    def _close_item(self, status: Status) -> Iterator[dict[str, Any]]:
+        """Close the item that was announced last."""
         if not self._opened:
-            self._opened = True
-            item = message_item(self._record, "in_progress", None)
-            yield self._numbered("response.output_item.added", output_index=0, item=item)
-            yield self._numbered("response.content_part.added", **self._place, part=_part(""))
+            return
+        index = self._opened - 1
+        item = self._output.items[index]
+        match item:
+            case Said():
+                place, part = _place(item, index), item.part()
+                yield self._numbered("response.output_text.done", **place, text=item.text, logprobs=part["logprobs"])
+                yield self._numbered("response.content_part.done", **place, part=part)
+            case Called():
+                yield self._numbered(
+                    "response.function_call_arguments.done",
+                    item_id=item.id,
+                    output_index=index,
+                    name=item.name,
+                    arguments=item.arguments,
+                )
+            case _:
+                assert_never(item)
+        told = item.item(self._output.item_status(index, status))
+        yield self._numbered("response.output_item.done", output_index=index, item=told)
 
     def _close(self, end: Finished | Failed) -> Iterator[dict[str, Any]]:
-        status, text = status_of(end), "".join(self._texts)
-        if isinstance(end, Failed):
-            yield from self._run()
-            yield self._numbered(
-                "response.failed",
-                response=response_object(self._record, status, text if self._opened else None, end),
-            )
-            return
-        yield from self._open()
-        yield self._numbered("response.output_text.done", **self._place, text=text, logprobs=[])
-        yield self._numbered("response.content_part.done", **self._place, part=_part(text))
-        item = message_item(self._record, status, text)
-        yield self._numbered("response.output_item.done", output_index=0, item=item)
+        yield from self._run()
+        if isinstance(end, Finished):
+            for change in self._output.end(end):
+                yield from self._tell(change)
+        status = self._output.status(end)
+        if isinstance(end, Finished):
+            yield from self._close_item(status)
         # OpenAI has no event for a cancelled response; it is one that is not complete.
-        kind = "response.completed" if status == "completed" else "response.incomplete"
-        yield self._numbered(kind, response=response_object(self._record, status, text, end))
-
-    @property
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": f"msg_{self._record.id.rpartition('_')[2]}", "output_index": 0, "content_index": 0}
+        kind = f"response.{status}" if status in ("completed", "failed") else "response.incomplete"
+        yield self._numbered(kind, response=response_object(self._record, status, self._output, end))
 
     def _whole(self, kind: str, status: Status) -> dict[str, Any]:
         return self._numbered(kind, response=response_object(self._record, status))
@@ -193,6 +185,10 @@ class EventWriter:
         event = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
         return event
+
+
+def _place(item: Said, index: int) -> dict[str, Any]:
+    return {"item_id": item.id, "output_index": index, "content_index": 0}
 
 
 def sse(event: Mapping[str, Any]) -> bytes:

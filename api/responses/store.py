@@ -1,7 +1,7 @@
 """What a stored response was asked with. What it says is the event log of its request, which the fleet keeps."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import orjson
@@ -21,7 +21,7 @@ class Record:
     prompt_tokens: int
     background: bool
     store: bool
-    messages: Sequence[Mapping[str, str]]
+    messages: Sequence[Mapping[str, Any]]
     """The conversation up to this response, without instructions, as templates take it."""
     items: Sequence[Mapping[str, Any]]
     """The input of this response alone, in OpenAI's shape."""
@@ -29,6 +29,10 @@ class Record:
     """Fields of the request that the response repeats."""
     canvas: bool = False
     """The stream shows frames of the canvas."""
+    calls: bool = False
+    """The text may hold calls of functions."""
+    logprobs: bool = False
+    """Its tokens are told with their log-probabilities."""
 
 
 class ResponseStore:
@@ -44,7 +48,11 @@ class ResponseStore:
 
     async def find(self, tenant: str, response_id: str) -> Record | None:
         raw: bytes | None = await self._link.read("HGET", names.response(tenant, response_id), "record")
-        return None if raw is None else Record(**orjson.loads(raw))
+        if raw is None:
+            return None
+        # A newer front may have written what this one does not know.
+        known = {field.name for field in fields(Record)}
+        return Record(**{name: value for name, value in orjson.loads(raw).items() if name in known})
 
     async def delete(self, tenant: str, record: Record) -> None:
         await self._link.read("DEL", names.response(tenant, record.id))

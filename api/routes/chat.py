@@ -25,7 +25,7 @@ from api.schemas import ChatBody, StreamOptions
 from api.sse import KEEPALIVE, EventStream, error_frame, frame
 from api.structure.constraints import constraint_of
 from api.structure.teller import CallTeller
-from api.structure.tools import shown
+from api.structure.tools import choose, shown
 from api.transcript import Transcript
 from shared.commands import Generate
 from shared.constraints import ToolCalls
@@ -74,7 +74,8 @@ class ChatPlan:
 async def plan_chat(body: ChatBody, catalog: Catalog, call: Call) -> ChatPlan:
     """Raises `ApiError`."""
     model = await catalog.resolve(body.model, body.lora)
-    constraint = await constraint_of(body, model.card)
+    offer = choose(body.tools, body.tool_choice, parallel=body.parallel_tool_calls is not False)
+    constraint = await constraint_of(body, model.card, offer=offer)
     messages = [message.for_template() for message in body.messages]
     prompt = await model.encode_chat(messages, tools=shown(body.tools, body.tool_choice))
     fill = await fill_of(body, model)

@@ -20,16 +20,21 @@ from api.openapi import ERROR_RESPONSES, STREAM_RESPONSES, request_body
 from api.paging import Order, page
 from api.relay import Follow, Subject, Terms
 from api.requests import to_generate
-from api.responses.schemas import ResponseBody, as_items, check_effects, to_messages
-from api.responses.shape import EventWriter, response_object, sse, status_of
+from api.responses.items import as_items, to_messages
+from api.responses.output import Output
+from api.responses.schemas import ResponseBody, check_effects
+from api.responses.shape import EventWriter, output_of, response_object, sse
 from api.responses.store import Record
 from api.sse import KEEPALIVE, EventStream
 from api.structure.constraints import constraint_of
+from api.structure.tools import choose, shown
 from shared.client import Result
 from shared.commands import Generate
+from shared.constraints import ToolCalls
 from shared.events import Delta, Finished, Queued, Snapshot, Started
 from shared.keys import ulid
 from shared.telemetry import note
+from shared.text import Tokenizer
 
 router = APIRouter(tags=["openai"])
 
@@ -49,10 +54,10 @@ async def create(
     check_effects(body)
     model = await services.catalog.resolve(body.model, body.lora)
     messages = await _conversation(body, services, caller)
-    instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    prompt = await model.encode_chat(instructions + messages)
+    prompt = await _prompt(body, model, messages)
     call = call_of(request, services.settings)
-    constraint = await constraint_of(body, model.card, body.text)
+    offer = choose(body.tools, body.tool_choice, parallel=body.parallel_tool_calls is not False, nested=False)
+    constraint = await constraint_of(body, model.card, body.text, offer)
     commands = to_generate(body, [prompt], model, "input", call, constraint)
     (command,) = commands
     record = _record(body, command, messages)
@@ -69,9 +74,10 @@ async def create(
     except BaseException:
         await follow.aclose()
         raise
+    tokenizer = model.tokenizer if record.logprobs else None
     if body.stream:
-        return _stream(record, follow, model if record.canvas else None, after=-1)
-    return json_response(await _answer(record, follow))
+        return _stream(record, follow, tokenizer, model if record.canvas else None, after=-1)
+    return json_response(await _answer(record, follow, output_of(record, tokenizer)))
 
 
 @router.post("/v1/responses/input_tokens", openapi_extra=request_body(ResponseBody), responses=ERROR_RESPONSES)
@@ -81,8 +87,7 @@ async def count_input(
     """Count the tokens of an input as the model would see it."""
     model = await services.catalog.resolve(body.model)
     messages = await _conversation(body, services, caller)
-    instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    prompt = await model.encode_chat(instructions + messages)
+    prompt = await _prompt(body, model, messages)
     return json_response({"object": "response.input_tokens", "input_tokens": len(prompt)})
 
 
@@ -97,6 +102,7 @@ async def retrieve(
 ) -> Response:
     """Return a stored response, or its events behind `starting_after`: those that are past, then those to come."""
     record = await _find(services, caller, response_id)
+    tokenizer = await _tokenizer(services, record)
     if stream:
         subject = Subject(record.request_id, record.model, record.prompt_tokens)
         follow = services.relay.resume(subject, request.receive)
@@ -105,8 +111,9 @@ async def retrieve(
         except BaseException:
             await follow.aclose()
             raise
-        return _stream(record, follow, None, -1 if starting_after is None else starting_after)
-    return json_response(_of_result(record, await services.fleet.result(record.request_id)))
+        return _stream(record, follow, tokenizer, None, -1 if starting_after is None else starting_after)
+    result = await services.fleet.result(record.request_id)
+    return json_response(_of_result(record, result, output_of(record, tokenizer)))
 
 
 @router.delete("/v1/responses/{response_id}", responses=ERROR_RESPONSES)
@@ -130,7 +137,7 @@ async def cancel(response_id: str, services: ServicesDep, caller: CallerDep) -> 
     while result.end is None and time.monotonic() < limit:
         await asyncio.sleep(_CANCEL_POLL_S)
         result = await services.fleet.result(record.request_id)
-    return json_response(_of_result(record, result))
+    return json_response(_of_result(record, result, output_of(record, await _tokenizer(services, record))))
 
 
 @router.get("/v1/responses/{response_id}/input_items", responses=ERROR_RESPONSES)
@@ -147,22 +154,36 @@ async def input_items(
     return json_response(page(as_items(record.items, record.id), after, limit, order))
 
 
-async def _conversation(body: ResponseBody, services: Services, caller: Caller) -> list[dict[str, str]]:
+async def _prompt(body: ResponseBody, model: ServedModel, messages: list[dict[str, Any]]) -> list[int]:
+    """Return the ids of the conversation, with its instructions and what the model is told of tools."""
+    instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    tools = [_nested(tool) for tool in body.tools or ()]
+    return await model.encode_chat(instructions + messages, tools=shown(tools, body.tool_choice), field="input")
+
+
+def _nested(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool as templates know it, and chats have it."""
+    told = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
+    return {"type": "function", "function": told}
+
+
+async def _conversation(body: ResponseBody, services: Services, caller: Caller) -> list[dict[str, Any]]:
     """Return the messages of this input, behind those of the response that it continues."""
-    messages = to_messages(body.input)
     if body.previous_response_id is None:
-        return messages
+        return to_messages(body.input)
     previous = await services.stores.responses.find(caller.id, body.previous_response_id)
     if previous is None:
         raise ApiError(404, "previous_response_not_found", "no such response", "previous_response_id")
     result = await services.fleet.result(previous.request_id)
     if result.end is None:
         raise invalid("previous_response_id", "that response has not ended yet")
-    said = {"role": "assistant", "content": result.text}
-    return [dict(message) for message in previous.messages] + [said] + messages
+    output = output_of(previous, None)
+    _read(output, result)
+    before = [*map(dict, previous.messages), output.message()]
+    return before + to_messages(body.input, before)
 
 
-def _record(body: ResponseBody, command: Generate, messages: list[dict[str, str]]) -> Record:
+def _record(body: ResponseBody, command: Generate, messages: list[dict[str, Any]]) -> Record:
     return Record(
         id=f"resp_{ulid()}",
         request_id=command.id,
@@ -177,14 +198,24 @@ def _record(body: ResponseBody, command: Generate, messages: list[dict[str, str]
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
             "temperature": command.sampling.temperature,
             **({"text": body.text} if body.text and body.text.get("format") else {}),
+            "tool_choice": body.tool_choice or "auto",
+            "tools": [{"description": None, "parameters": None, "strict": True, **tool} for tool in body.tools or ()],
+            "top_logprobs": body.top_logprobs or 0,
             "top_p": command.sampling.top_p,
             "user": body.user,
         },
         canvas=body.canvas_stream == "frames",
+        calls=isinstance(command.constraint, ToolCalls),
+        logprobs=command.logprobs is not None,
     )
+
+
+async def _tokenizer(services: Services, record: Record) -> Tokenizer | None:
+    return (await services.catalog.resolve(record.model)).tokenizer if record.logprobs else None
 
 
 def _retained(terms: Terms, services: Services) -> Terms:
@@ -203,25 +234,35 @@ async def _find(services: Services, caller: Caller, response_id: str) -> Record:
     return record
 
 
-def _of_result(record: Record, result: Result) -> dict[str, Any]:
+def _of_result(record: Record, result: Result, output: Output) -> dict[str, Any]:
+    _read(output, result)
     if result.end is not None:
-        begun = isinstance(result.end, Finished) or bool(result.text)
-        return response_object(record, status_of(result.end), result.text if begun else None, result.end)
-    if result.state == "queued":
-        return response_object(record, "queued")
-    return response_object(record, "in_progress", result.text or None)
+        return response_object(record, output.status(result.end), output, result.end)
+    return response_object(record, "queued" if result.state == "queued" else "in_progress", output)
 
 
-async def _answer(record: Record, follow: Follow) -> dict[str, Any]:
-    texts: list[str] = []
+def _read(output: Output, result: Result) -> None:
+    """Put what has come of a request into its output."""
+    for delta in result.deltas:
+        for _ in output.push(delta):
+            pass
+    if isinstance(result.end, Finished):
+        for _ in output.end(result.end):
+            pass
+
+
+async def _answer(record: Record, follow: Follow, output: Output) -> dict[str, Any]:
     end: Finished | None = None
     try:
         async for event in follow:
             match event:
                 case Delta():
-                    texts.append(event.text)
+                    for _ in output.push(event):
+                        pass
                 case Finished():
                     end = event
+                    for _ in output.end(event):
+                        pass
                 case Queued() | Started() | Snapshot() | None:
                     pass
                 case _:
@@ -229,12 +270,14 @@ async def _answer(record: Record, follow: Follow) -> dict[str, Any]:
     finally:
         await follow.aclose()
     assert end is not None, "a follow that ends without raising has seen Finished"
-    return response_object(record, status_of(end), "".join(texts), end)
+    return response_object(record, output.status(end), output, end)
 
 
-def _stream(record: Record, follow: Follow, canvas: ServedModel | None, after: int) -> EventStream:
+def _stream(
+    record: Record, follow: Follow, tokenizer: Tokenizer | None, canvas: ServedModel | None, after: int
+) -> EventStream:
     """Send the events with a number above `after`."""
-    writer = EventWriter(record)
+    writer = EventWriter(record, tokenizer)
     frames = None if canvas is None else Frames(canvas.tokenizer, "tokens")
 
     def wanted(event: Mapping[str, Any]) -> bool:

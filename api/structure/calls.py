@@ -44,6 +44,11 @@ class CallReader:
     _escaped: bool = False
     _place: str = "text"
 
+    @property
+    def whole(self) -> bool:
+        """No call is under way whose arguments are to come."""
+        return self._place in ("text", "tail")
+
     def push(self, text: str) -> Piece:
         """Return what has become certain: never a part of a call as text."""
         self._rest += text
@@ -67,7 +72,7 @@ class CallReader:
     def end(self) -> Piece:
         """Return what was held back; the text has ended."""
         if self._place != "text":
-            self.cut = self._place != "tail"
+            self.cut = not self.whole
             return Piece()
         rest, self._rest = self._rest, ""
         if self.calls and not rest.strip():

@@ -8,8 +8,8 @@ import orjson
 from pydantic import ValidationError
 
 from api.errors import ApiError, invalid, unsupported
-from api.schemas import ChatBody, GenerationBody
-from api.structure.tools import choose
+from api.schemas import GenerationBody
+from api.structure.tools import Offer
 from shared.card import ModelCard
 from shared.constraints import Choice, Constraint, JsonObject, JsonSchema, Lark, Regex, ToolCalls
 from shared.grammar import InvalidConstraint, check
@@ -20,7 +20,7 @@ _OUTPUTS = ("json", "json_object", "regex", "choice", "grammar")
 
 
 async def constraint_of(
-    body: GenerationBody, card: ModelCard, text: Mapping[str, Any] | None = None
+    body: GenerationBody, card: ModelCard, text: Mapping[str, Any] | None = None, offer: Offer | None = None
 ) -> Constraint | None:
     """Return what the output must be; `text` is the field of that name of /v1/responses. Raises `ApiError`."""
     asked = list[tuple[str, Constraint]]()
@@ -33,10 +33,8 @@ async def constraint_of(
         if value is not None:
             asked.append((name, _of_guide(name, name.removeprefix("guided_"), value)))
     asked += _of_outputs(body.structured_outputs)
-    if isinstance(body, ChatBody):
-        calls = choose(body.tools, body.tool_choice, parallel=body.parallel_tool_calls is not False)
-        if calls is not None:
-            asked.append(("tools", calls))
+    if offer is not None:
+        asked.append(("tools", offer.calls))
     if not asked:
         return None
     field, constraint = asked[0]
@@ -45,7 +43,7 @@ async def constraint_of(
     if CAPABILITY not in card.capabilities:
         raise ApiError(400, "unsupported_parameter", f"{field}: model {card.name} cannot follow a grammar", field)
     _check_ends(body, field, constraint)
-    await asyncio.to_thread(_check, field, constraint)
+    await asyncio.to_thread(_check, field, constraint, () if offer is None else offer.fields)
     return constraint
 
 
@@ -120,11 +118,10 @@ def _check_ends(body: GenerationBody, field: str, constraint: Constraint) -> Non
         raise invalid("diffusion.stream", "diffusion.stream replace does not go with tools")
 
 
-def _check(field: str, constraint: Constraint) -> None:
+def _check(field: str, constraint: Constraint, fields: Sequence[str]) -> None:
     if isinstance(constraint, ToolCalls):
-        for index, tool in enumerate(constraint.tools):
-            only = constraint.model_copy(update={"tools": (tool,), "required": True})
-            _check_one(f"tools[{index}].function.parameters", only)
+        for where, tool in zip(fields, constraint.tools, strict=True):
+            _check_one(where, constraint.model_copy(update={"tools": (tool,), "required": True}))
     _check_one(field, constraint)
 
 

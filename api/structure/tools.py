@@ -2,12 +2,13 @@
 """Tools as OpenAI's clients name them: which may be called, and what the model is told of them."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import orjson
 from pydantic import ValidationError
 
-from api.errors import invalid, unsupported
+from api.errors import invalid, path_of, unsupported
 from shared.constraints import MOST_TOOLS, Tool, ToolCalls
 from shared.grammar import CALL_END, CALL_START
 
@@ -15,9 +16,23 @@ _INTRO = "You may call these tools:\n<tools>\n"
 _OUTRO = f'\n</tools>\nTo call one, answer with {CALL_START}{{"name": NAME, "arguments": ARGUMENTS}}{CALL_END}'
 
 
-def choose(tools: Sequence[Mapping[str, Any]] | None, choice: object, *, parallel: bool) -> ToolCalls | None:
-    """Return the calls that an answer may make, None for none; raises `ApiError`."""
-    known = _read(tools or ())
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The calls that an answer may make."""
+
+    calls: ToolCalls
+    fields: Sequence[str]
+    """Where in the body the parameters of each of its tools stand."""
+
+
+def choose(
+    tools: Sequence[Mapping[str, Any]] | None, choice: object, *, parallel: bool, nested: bool = True
+) -> Offer | None:
+    """Return the calls that an answer may make, None for none; raises `ApiError`.
+
+    `nested`: a function lies in `function`, as in chats; in responses it lies beside `type`.
+    """
+    known = _read(tools or (), nested)
     required, names = _wanted(choice)
     if choice == "none":
         return None
@@ -30,7 +45,9 @@ def choose(tools: Sequence[Mapping[str, Any]] | None, choice: object, *, paralle
         if missing is not None:
             raise invalid("tool_choice", f"tool_choice names {missing[:64]!r}, which is not one of the tools")
         known = {name: tool for name, tool in known.items() if name in names}
-    return ToolCalls(tools=tuple(known.values()), required=required, parallel=parallel)
+    allowed = tuple(tool for tool, _ in known.values())
+    fields = tuple(field for _, field in known.values())
+    return Offer(ToolCalls(tools=allowed, required=required, parallel=parallel), fields)
 
 
 def shown(tools: Sequence[Mapping[str, Any]] | None, choice: object) -> list[dict[str, Any]] | None:
@@ -38,28 +55,32 @@ def shown(tools: Sequence[Mapping[str, Any]] | None, choice: object) -> list[dic
     return [dict(tool) for tool in tools] if tools and choice != "none" else None
 
 
-def _read(tools: Sequence[Mapping[str, Any]]) -> dict[str, Tool]:
+def _read(tools: Sequence[Mapping[str, Any]], nested: bool) -> dict[str, tuple[Tool, str]]:
+    """Return by name each tool, and the field of its parameters."""
     if len(tools) > MOST_TOOLS:
         raise invalid("tools", f"there are {len(tools)} tools; {MOST_TOOLS} are allowed")
-    known: dict[str, Tool] = {}
+    known: dict[str, tuple[Tool, str]] = {}
     for index, tool in enumerate(tools):
         where = f"tools[{index}]"
         if tool.get("type", "function") != "function":
             raise unsupported(f"{where}.type")
-        function = tool.get("function")
-        if not isinstance(function, dict):
-            raise invalid(f"{where}.function", f"{where}.function must be an object with a name")
-        told = cast(dict[str, Any], function)
+        found: object = tool
+        if nested:
+            where = f"{where}.function"
+            found = tool.get("function")
+        if not isinstance(found, dict):
+            raise invalid(where, f"{where} must be an object with a name")
+        told = cast(dict[str, Any], found)
         parameters = told.get("parameters") or {}
         try:
             read = Tool.model_validate({"name": told.get("name"), "parameters": parameters})
         except ValidationError as error:
             first = error.errors(include_input=False, include_url=False)[0]
-            field = f"{where}.function.{'.'.join(map(str, first['loc']))}"
+            field = f"{where}.{path_of(first['loc'])}"
             raise invalid(field, f"{field}: {first['msg']}") from None
         if read.name in known:
-            raise invalid(f"{where}.function.name", f"there are two tools of the name {read.name}")
-        known[read.name] = read
+            raise invalid(f"{where}.name", f"there are two tools of the name {read.name}")
+        known[read.name] = read, f"{where}.parameters"
     return known
 
 
@@ -73,16 +94,24 @@ def _wanted(choice: object) -> tuple[bool, Sequence[str] | None]:
         case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
             return True, [name]
         case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(listed)}}:
-            names: list[str] = []
-            for tool in cast(list[Any], listed):
-                match tool:
-                    case {"type": "function", "function": {"name": str(name)}}:
-                        names.append(name)
-                    case _:
-                        raise invalid("tool_choice.allowed_tools.tools", "every allowed tool must be a function")
-            return mode == "required", names
+            return mode == "required", _names(listed, "tool_choice.allowed_tools.tools")
+        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(listed)}:
+            return mode == "required", _names(listed, "tool_choice.tools")
         case _:
             raise invalid("tool_choice", "tool_choice must be none, auto, required, a function or allowed_tools")
+
+
+def _names(listed: Sequence[Any], where: str) -> Sequence[str]:
+    names: list[str] = []
+    for index, tool in enumerate(listed):
+        match tool:
+            case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
+                names.append(name)
+            case _:
+                raise invalid(f"{where}[{index}]", f"{where}[{index}] must be a function")
+    if not names:
+        raise invalid(where, f"{where} names no tool")
+    return names
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -64,6 +64,22 @@ def c36(client, model):
         numbers = [event.sequence_number for event in helper]
         assert helper.get_final_response().output_text
     assert numbers == sorted(numbers)
+    tool = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}, "strict": False}
+    options = {
+        "model": model,
+        "input": "Add.",
+        "tools": [tool],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+    }
+    with client.responses.stream(**options) as helper:
+        for _ in helper:
+            pass
+        (call,) = helper.get_final_response().output
+    assert call.type == "function_call" and call.name == "add" and isinstance(json.loads(call.arguments), dict)
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "42"}
+    asked = [{"role": "user", "content": "Add."}, call.to_dict(), result]
+    assert client.responses.create(model=model, input=asked, tools=[tool]).output_text
     background = client.responses.create(model=model, input="Tell me a story.", background=True)
     while background.status in ("queued", "in_progress"):
         time.sleep(0.1)

@@ -237,6 +237,101 @@ def test_c36_a_response_follows_a_schema(client: OpenAI, http: httpx.Client) -> 
     assert (response.status_code, response.json()["error"]["param"]) == (400, "text.format.schema")
 
 
+FROG = "A frog sat on a leaf. " * 4
+LEAP: Any = {
+    "type": "function",
+    "name": "leap",
+    "description": "Leap so far.",
+    "parameters": {
+        "type": "object",
+        "properties": {"far": {"type": "integer"}, "from": {"const": FROG}},
+        "required": ["far", "from"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+
+
+def test_c36_a_response_calls_functions_and_is_told_their_results(client: OpenAI) -> None:
+    options: Any = {"model": MODEL, "input": "Leap!", "tools": [LEAP], "tool_choice": "required", "temperature": 0}
+    whole = client.responses.create(**options)
+    Response.model_validate(whole.model_dump())
+    assert whole.status == "completed"
+    calls = [item for item in whole.output if item.type == "function_call"]
+    assert calls == whole.output and all(call.name == "leap" for call in calls)
+    assert len({call.call_id for call in calls}) == len(calls)
+    with client.responses.stream(**options) as helper:
+        events = list(helper)
+        final = helper.get_final_response()
+    pieces: dict[int, str] = {}
+    for event in events:
+        if event.type == "response.function_call_arguments.delta":
+            pieces[event.output_index] = pieces.get(event.output_index, "") + event.delta
+    arguments = [call.arguments for call in calls]
+    assert list(pieces.values()) == [item.arguments for item in final.output if item.type == "function_call"]
+    assert list(pieces.values()) == arguments
+    assert all(json.loads(text)["from"] == FROG for text in arguments)
+    done = [event for event in events if event.type == "response.function_call_arguments.done"]
+    assert [event.arguments for event in done] == arguments
+    # The results go back either with everything before them, or behind the response that wanted them.
+    results: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "3 m"} for call in calls]
+    told: Any = [
+        {"role": "user", "content": "Leap!"},
+        *[call.model_dump(exclude_none=True) for call in calls],
+        *results,
+    ]
+    short = {"model": MODEL, "tools": [LEAP], "max_output_tokens": 32}
+    again = client.responses.create(input=told, **short)
+    behind = client.responses.create(input=results, previous_response_id=whole.id, **short)
+    assert again.usage and behind.usage and again.usage.input_tokens == behind.usage.input_tokens
+    items = client.responses.input_items.list(behind.id).data
+    assert [item.type for item in items] == ["function_call_output"] * len(calls) and all(item.id for item in items)
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.create(input=results, **short)
+    assert refused.value.param == "input[0].call_id"
+
+
+def test_c36_calls_of_a_background_response_are_resumed_at_every_number_through_any_front(
+    client: OpenAI, fleet: LiveFleet
+) -> None:
+    options: Any = {"model": MODEL, "input": "Leap!", "tools": [LEAP], "tool_choice": "required", "background": True}
+    begun = client.responses.create(**options)
+    with client_of(fleet.other.url) as other:
+        # Followed while it runs, and told again when it has ended.
+        live = list(other.responses.retrieve(begun.id, stream=True))
+        ended = other.responses.retrieve(begun.id)
+        assert ended.status == "completed" and ended.output[0].type == "function_call"
+        whole = list(other.responses.retrieve(begun.id, stream=True))
+        assert live == whole
+        assert sum(event.type == "response.function_call_arguments.delta" for event in whole) > 1
+        for number in range(-1, len(whole)):
+            rest = list(client.responses.retrieve(begun.id, stream=True, starting_after=number))
+            assert rest == whole[number + 1 :]
+        with other.responses.stream(response_id=begun.id, starting_after=4) as helper:
+            assert next(iter(helper)).sequence_number == 5
+            assert helper.get_final_response().output[0].to_dict().items() >= ended.output[0].to_dict().items()
+
+
+def test_c36_a_response_tells_logprobs_whole_streamed_and_later_through_another_front(
+    client: OpenAI, fleet: LiveFleet
+) -> None:
+    options: Any = {"model": MODEL, "input": "What is 12 + 30?", "temperature": 0, "top_logprobs": 2}
+    whole = client.responses.create(include=["message.output_text.logprobs"], **options)
+    Response.model_validate(whole.model_dump())
+    (message,) = whole.output
+    assert message.type == "message" and message.content[0].type == "output_text"
+    logprobs = message.content[0].logprobs or []
+    assert b"".join(bytes(entry.bytes) for entry in logprobs).decode() == whole.output_text
+    assert all(len(entry.top_logprobs) == 2 and entry.logprob <= 0 for entry in logprobs)
+    with client_of(fleet.other.url) as other:
+        assert other.responses.retrieve(whole.id).output == whole.output
+        events = list(other.responses.retrieve(whole.id, stream=True))
+    streamed = [
+        entry.token for event in events if event.type == "response.output_text.delta" for entry in event.logprobs
+    ]
+    assert streamed == [entry.token for entry in logprobs]
+
+
 def test_c36_a_background_stream_goes_on_without_its_reader(client: OpenAI, fleet: LiveFleet) -> None:
     stream = client.responses.create(
         model=MODEL, input="Tell me a story.", background=True, stream=True, extra_body={"ignore_eos": True}
@@ -270,7 +365,7 @@ def test_c36_responses_are_cancelled_continued_listed_and_deleted(client: OpenAI
     for wrong, param in (
         ({"background": True, "store": False}, "store"),
         ({"input": []}, "input"),
-        ({"input": [{"type": "function_call_output"}]}, "input[0].type"),
+        ({"input": [{"type": "function_call_output"}]}, "input[0].call_id"),
         ({"previous_response_id": "resp_nope"}, "previous_response_id"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"truncation": "auto"}, "truncation"),

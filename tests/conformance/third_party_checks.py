@@ -95,11 +95,43 @@ def pydantic_ai(url, model):
 
 
 def openai_agents(url, model):
-    from agents import Agent, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, set_tracing_disabled
+    from agents import (
+        Agent,
+        ModelSettings,
+        OpenAIChatCompletionsModel,
+        OpenAIResponsesModel,
+        Runner,
+        function_tool,
+        set_tracing_disabled,
+    )
     from openai import AsyncOpenAI
+    from pydantic import BaseModel
 
     set_tracing_disabled(True)
     client = AsyncOpenAI(base_url=url, api_key="none")
+    sums = []
+
+    class Sum(BaseModel):
+        total: int
+
+    @function_tool
+    def add(first: int, second: int) -> int:
+        """Add two numbers."""
+        sums.append(first + second)
+        return first + second
+
+    async def with_tool_and_type(chat):
+        calling = ModelSettings(tool_choice="required", parallel_tool_calls=False)
+        agent = Agent(name="a", model=chat, tools=[add], model_settings=calling)
+        for streamed in (False, True):
+            before = len(sums)
+            run = Runner.run_streamed(agent, QUESTION) if streamed else await Runner.run(agent, QUESTION)
+            if streamed:
+                async for _ in run.stream_events():
+                    pass
+            assert len(sums) > before and run.final_output
+        told = await Runner.run(Agent(name="a", model=chat, output_type=Sum), QUESTION)
+        assert isinstance(told.final_output.total, int)
 
     async def both():
         for kind in (OpenAIChatCompletionsModel, OpenAIResponsesModel):
@@ -109,6 +141,7 @@ def openai_agents(url, model):
             async for _ in run.stream_events():
                 pass
             assert run.final_output
+            await with_tool_and_type(agent.model)
 
     asyncio.run(both())
 
