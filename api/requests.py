@@ -40,10 +40,6 @@ _REFUSED_OPTIONS: Mapping[str, tuple[object, ...]] = {"canvas_length": ()}
 _FAST_THRESHOLD = 0.7
 
 
-def _fresh_id(model: str, _: int) -> str:
-    return new_request_id(model)
-
-
 @dataclass(frozen=True, slots=True)
 class Call:
     """What is known of a call beside its body."""
@@ -53,8 +49,14 @@ class Call:
     idempotency_key: str | None = None
     lane: Lane | None = None
     """Unset: what the body asks for."""
-    name_request: Callable[[str, int], str] = _fresh_id
-    """Makes a request id of a model and an index."""
+    name_request: Callable[[str, int], str] | None = None
+    """Makes a request id of a model and an index. Unset: a fresh one."""
+
+    def request_id(self, card: ModelCard, index: int) -> str:
+        """Return the id of a request, in any partition of its model; of the same call always in the same one."""
+        if self.name_request is not None:
+            return self.name_request(card.name, index)
+        return new_request_id(card.name, pick_partition(card.partitions, self.idempotency_key))
 
 
 def to_generate(
@@ -92,7 +94,7 @@ def to_generate(
         for choice in range(body.choices):
             index = len(commands)
             chosen = first.sampling.model_copy(update={"seed": derived_seed(seed, choice)})
-            update = {"id": call.name_request(model.card.name, index), "sampling": chosen}
+            update = {"id": call.request_id(model.card, index), "sampling": chosen}
             commands.append(first.model_copy(update=update))
     return commands
 
@@ -118,7 +120,7 @@ def _command(
         interval = options.frame_interval_ms
         preview = Preview() if interval is None else Preview(interval_ms=interval)
     return Generate(
-        id=new_request_id(card.name, pick_partition(card.partitions, call.idempotency_key)),
+        id=call.request_id(card, 0),
         model=card.name,
         prompt=tuple(prompt),
         sampling=_sampling(body, card),

@@ -408,7 +408,19 @@ class GenerationBody(StrictBody):
 
 
 class GenerateBody(GenerationBody):
+    delivers = STRUCTURED | {"logprobs"}
+
     prompt: Prompt = Field(description="Text, which is not put into a chat template, or token ids.")
+    logprobs: int | None = Field(
+        default=None,
+        ge=0,
+        le=MOST_LOGPROBS,
+        description="Log-probability of each token when it was decided, and of so many others.",
+    )
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return self.logprobs
 
 
 class CalledFunction(StrictBody):

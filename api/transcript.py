@@ -65,9 +65,9 @@ class Transcript:
         return round((self._clock() - self._began) * 1000, 1)
 
 
-async def read_to_end(follow: Follow) -> tuple[Transcript, Finished]:
+async def read_to_end(follow: Follow, keep_deltas: bool = False) -> tuple[Transcript, Finished]:
     """Follow to the end, and close; raises as `Follow`."""
-    transcript = Transcript.of(follow)
+    transcript = Transcript.of(follow, keep_deltas)
     try:
         async for event in follow:
             if event is not None:

@@ -17,6 +17,7 @@ from api.relay import Terms
 from api.requests import Call
 from api.routes.chat import answer_chat, plan_chat
 from api.routes.completions import answer_completion, plan_completion
+from api.routes.embeddings import MOST_INPUTS, EmbeddingsBody, answer_embeddings, plan_embeddings
 from api.schemas import ChatBody, CompletionBody, parse
 from api.trace import trace_context
 from shared.client import FleetUnavailable, QueueFull
@@ -115,6 +116,13 @@ def request_id(model: str, batch: str, number: int, index: int) -> str:
     return f"r_{partition(model)}_" + "".join(_CROCKFORD[digest >> shift & 31] for shift in range(125, -1, -5))
 
 
+def request_count(body: Mapping[str, Any]) -> int:
+    """Return how many requests a line makes at most: its choices of each of its prompts or inputs."""
+    choices, given = body.get("n"), body.get("prompt", body.get("input"))
+    prompts = len(cast(list[object], given)) if isinstance(given, list) else 1
+    return min(MOST_INPUTS, max(1, prompts) * (choices if type(choices) is int and choices > 0 else 1))
+
+
 async def run_line(services: Services, endpoint: str, batch: str, line: Line, expires_at: int) -> dict[str, object]:
     """Run one line to its end, and return its line of the output or error file.
 
@@ -148,6 +156,13 @@ async def _run(services: Services, endpoint: str, line: Line, call: Call, expire
             completion = await plan_completion(parse(CompletionBody, line.body), services.catalog, call)
             bundle = await _open(services, completion.commands, completion.model, expires_at)
             return await answer_completion(completion, bundle)
+        case "/v1/embeddings":
+            vectors = await plan_embeddings(parse(EmbeddingsBody, line.body), services.catalog, call)
+
+            async def open_part(part: slice) -> Bundle:
+                return await _open(services, vectors.commands[part], vectors.model, expires_at)
+
+            return await answer_embeddings(vectors, open_part)
         case _:
             raise ApiError(400, "invalid_value", "batches have no such endpoint", "url")
 

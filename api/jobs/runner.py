@@ -11,12 +11,11 @@ import logging
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from secrets import token_hex
-
 import orjson
 
 from api.batches import Batch, BatchStatus
 from api.deps import Services
-from api.jobs.lines import Faults, Line, read_lines, request_id, run_line, unfinished
+from api.jobs.lines import Faults, Line, read_lines, request_count, request_id, run_line, unfinished
 
 logger = logging.getLogger("diffleet.jobs")
 
@@ -126,7 +125,8 @@ class BatchRun:
             model = line.body.get("model")
             names = [model] if isinstance(model, str) else await self._services.catalog.names()
             for name in names:
-                await self._services.fleet.abort(request_id(name, self._id, line.number, 0), "batch ended")
+                for index in range(request_count(line.body)):
+                    await self._services.fleet.abort(request_id(name, self._id, line.number, index), "batch ended")
 
     async def _finish_cancelled(self, batch: Batch, lines: Sequence[Line]) -> None:
         await self._finish(batch, lines, ["cancelling"], "cancelled", ("batch_cancelled", "the batch was cancelled"))
@@ -178,6 +178,9 @@ def _usage(outcomes: Sequence[Mapping[str, object]]) -> dict[str, int]:
             case {"response": {"body": {"usage": {"prompt_tokens": int(given), "completion_tokens": int(made)}}}}:
                 total["input_tokens"] += given
                 total["output_tokens"] += made
+            case {"response": {"body": {"usage": {"prompt_tokens": int(given)}}}}:
+                # An embedding.
+                total["input_tokens"] += given
             case _:
                 pass
     return total

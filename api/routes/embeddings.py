@@ -3,8 +3,8 @@
 import math
 from array import array
 from base64 import b64decode, b64encode
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from sys import byteorder
 from typing import Annotated, Literal
 
@@ -15,14 +15,13 @@ from starlette.responses import Response
 from api.admission import admit, call_of
 from api.answers import json_response
 from api.bundle import Bundle
-from api.catalog import ServedModel
+from api.catalog import Catalog, ServedModel
 from api.deps import ServicesDep, json_body
 from api.errors import ApiError, invalid, path_of
 from api.openapi import ERROR_RESPONSES, request_body
 from api.requests import Call, check_prompt
 from api.schemas import Adapters, Prompts, StrictBody
 from shared.commands import Generate, Limits
-from shared.keys import new_request_id, pick_partition
 
 router = APIRouter(tags=["openai"])
 
@@ -52,25 +51,48 @@ async def embeddings(
     body: Annotated[EmbeddingsBody, Depends(json_body(EmbeddingsBody))], request: Request, services: ServicesDep
 ) -> Response:
     """Return for each input the mean of the model's final hidden states over its tokens, of length 1."""
-    model = await services.catalog.resolve(body.model, body.lora)
     call = call_of(request, services.settings)
-    commands = await _commands(body, model, call)
-    terms = await admit(request, call, services.limiter, commands, model.card.block_length)
+    plan = await plan_embeddings(body, services.catalog, call)
+    terms = await admit(request, call, services.limiter, plan.commands, plan.model.card.block_length)
     terms = [replace(term, retention_ms=_RETENTION_MS) for term in terms]
+
+    async def open_part(part: slice) -> Bundle:
+        return await Bundle.open(services.relay, plan.commands[part], request.receive, terms[part])
+
+    return json_response(await answer_embeddings(plan, open_part))
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingsPlan:
+    """Embeddings that are ready to be submitted: a command for each input."""
+
+    body: EmbeddingsBody
+    model: ServedModel
+    commands: list[Generate]
+
+
+async def plan_embeddings(body: EmbeddingsBody, catalog: Catalog, call: Call) -> EmbeddingsPlan:
+    """Raises `ApiError`."""
+    model = await catalog.resolve(body.model, body.lora)
+    return EmbeddingsPlan(body, model, await _commands(body, model, call))
+
+
+async def answer_embeddings(plan: EmbeddingsPlan, open_part: Callable[[slice], Awaitable[Bundle]]) -> dict[str, object]:
+    """Submit by `open_part` some inputs after the others, and return all vectors; raises as `Bundle`."""
     vectors: list[array[float]] = []
-    for first in range(0, len(commands), _AT_ONCE):
-        part = slice(first, first + _AT_ONCE)
-        bundle = await Bundle.open(services.relay, commands[part], request.receive, terms[part])
+    for first in range(0, len(plan.commands), _AT_ONCE):
+        bundle = await open_part(slice(first, first + _AT_ONCE))
         for transcript in await bundle.read_to_end():
             assert transcript.end is not None, "a bundle that was read to its end has seen every end"
             vectors.append(_vector(transcript.end.embedding))
+    body = plan.body
     data = [
         {"object": "embedding", "index": index, "embedding": _encode(_cut(vector, body.dimensions), body)}
         for index, vector in enumerate(vectors)
     ]
-    tokens = sum(len(command.prompt) for command in commands)
+    tokens = sum(len(command.prompt) for command in plan.commands)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return json_response({"object": "list", "model": body.model or model.card.name, "data": data, "usage": usage})
+    return {"object": "list", "model": body.model or plan.model.card.name, "data": data, "usage": usage}
 
 
 async def _commands(body: EmbeddingsBody, model: ServedModel, call: Call) -> list[Generate]:
@@ -92,11 +114,12 @@ async def _commands(body: EmbeddingsBody, model: ServedModel, call: Call) -> lis
             raise ApiError(400, "context_length_exceeded", message, field)
         commands.append(
             Generate(
-                id=new_request_id(card.name, pick_partition(card.partitions, call.idempotency_key)),
+                id=call.request_id(card, index),
                 model=card.name,
                 prompt=tuple(ids),
                 limits=Limits(max_tokens=1, total_ms=round(call.timeout_s * 1000)),
                 embed=True,
+                lane=call.lane or "std",
                 lora=model.adapters,
                 user=body.user,
                 trace=dict(call.trace),

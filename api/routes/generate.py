@@ -12,6 +12,7 @@ from api.canvas import canvas_fields
 from api.catalog import ServedModel
 from api.deps import ServicesDep, json_body
 from api.errors import ApiError
+from api.logprobs import LogprobWriter
 from api.openapi import ERROR_RESPONSES, STREAM_RESPONSES, request_body
 from api.relay import Follow
 from api.requests import to_generate
@@ -32,7 +33,8 @@ async def generate(
     """Continue a prompt: text, which is not put into a chat template, or token ids.
 
     With `stream`, server-sent events: `append` for each committed block, `buffer_snapshot` between them in stream_mode
-    `denoise`, then `final` or `error`, then `[DONE]`.
+    `denoise`, then `final` or `error`, then `[DONE]`. `logprobs` has an entry for each of `token_ids`; in a stream it
+    comes with each `append`.
     """
     note(stream=bool(body.stream))
     model = await services.catalog.resolve(body.model, body.lora)
@@ -43,10 +45,14 @@ async def generate(
     (command,), (terms,) = commands, await admit(request, call, services.limiter, commands, model.card.block_length)
     follow = await services.relay.open(command, request.receive, terms)
     name_request(request, follow.request_id)
+    writer = None if body.logprobs is None else LogprobWriter(model.tokenizer)
     if body.stream:
-        return EventStream(follow, _frames(follow, model), lambda error: frame(_error(command.id, error)))
-    transcript, end = await read_to_end(follow)
-    return json_response({"id": command.id, "model": command.model} | _result(transcript, end))
+        return EventStream(follow, _frames(follow, model, writer), lambda error: frame(_error(command.id, error)))
+    transcript, end = await read_to_end(follow, keep_deltas=writer is not None)
+    told: dict[str, object] = {}
+    if writer is not None:
+        told = {"logprobs": [entry for delta in transcript.deltas for entry in writer.native(delta)]}
+    return json_response({"id": command.id, "model": command.model} | _result(transcript, end) | told)
 
 
 @router.delete("/generate/{request_id:path}", responses=ERROR_RESPONSES)
@@ -62,7 +68,7 @@ async def end(request_id: str, services: ServicesDep) -> Response:
     return json_response({"id": request_id, "object": "request", "state": state})
 
 
-async def _frames(follow: Follow, model: ServedModel) -> AsyncGenerator[bytes]:
+async def _frames(follow: Follow, model: ServedModel, writer: LogprobWriter | None) -> AsyncGenerator[bytes]:
     subject = follow.subject
     transcript = Transcript.of(follow)
     async for event in follow:
@@ -74,7 +80,8 @@ async def _frames(follow: Follow, model: ServedModel) -> AsyncGenerator[bytes]:
             case Queued() | Started():
                 pass
             case Delta():
-                yield frame(_append(event))
+                told: dict[str, object] = {} if writer is None else {"logprobs": writer.native(event)}
+                yield frame(_append(event) | told)
             case Snapshot():
                 head = {"event": "buffer_snapshot", "id": event.id, "after": event.after, "finished": False}
                 yield frame(head | canvas_fields(event, model.tokenizer, subject.prompt_tokens))

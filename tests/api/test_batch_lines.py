@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api.jobs.lines import Faults, read_lines, request_id
+from api.jobs.lines import Faults, read_lines, request_count, request_id
 from shared.keys import model_of
 
 URL = "/v1/chat/completions"
@@ -41,6 +41,20 @@ async def test_all_faults_are_told_with_their_lines() -> None:
     ]
     empty = await read_lines(pieces(b"\n", 1), URL)
     assert isinstance(empty, Faults) and empty.entries[0]["code"] == "empty_file"
+
+
+def test_a_line_makes_its_choices_of_each_of_its_prompts() -> None:
+    for body, count in (
+        ({"messages": []}, 1),
+        ({"messages": [], "n": 3}, 3),
+        ({"prompt": ["a", "b"], "n": 2}, 4),
+        ({"prompt": "a", "n": "x"}, 1),
+        ({"input": ["a"] * 5}, 5),
+        ({"input": "a" * 9}, 1),
+        ({"input": [], "n": -4}, 1),
+        ({"input": ["a"] * 9999}, 2048),
+    ):
+        assert request_count(body) == count
 
 
 @given(st.sampled_from(["m", "org/m"]), st.integers(1, 50_000), st.integers(0, 64))

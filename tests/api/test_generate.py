@@ -14,6 +14,7 @@ from shared.decoding import (
     TopkMargin,
 )
 from shared.events import Delta, Failed, Finished, Queued, Snapshot, Started, Usage
+from shared.keys import partition_of
 from tests.api.scripted import CARD, Caller, ScriptedFleet, answer, steps
 from tests.shared.tokenizers_for_tests import byte_level
 
@@ -254,3 +255,25 @@ async def test_a_request_is_ended_by_the_id_that_its_answer_has_told(caller: Cal
     unknown = await caller.call("DELETE", "/generate/r_org/demo.0_01M8G46GYM81Z18DX6SY52ZA27", b"", {})
     assert (unknown.status, unknown.error["code"]) == (404, "not_found")
     assert fleet.aborts == before
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/generate", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "n": 2}),
+        ("/v1/completions", {"prompt": ["x", "y"]}),
+    ],
+)
+async def test_requests_go_to_all_partitions_and_equal_calls_to_the_same(
+    caller: Caller, fleet: ScriptedFleet, path: str, fields: dict[str, Any]
+) -> None:
+    fleet.cards = {CARD.name: dataclasses.replace(CARD, partitions=3, digest="")}
+    for _ in range(30):
+        assert (await caller.post(path, fields)).status == 200
+    # All in one of three: once in 3 ** 29 runs.
+    assert len({partition_of(command.id) for command in fleet.commands}) > 1
+    fleet.commands.clear()
+    for _ in range(5):
+        assert (await caller.post(path, fields, {"idempotency-key": "k"})).status == 200
+    assert len({partition_of(command.id) for command in fleet.commands}) == 1

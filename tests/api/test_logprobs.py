@@ -108,6 +108,28 @@ async def test_completions_tell_logprobs_in_their_own_shape(caller: Caller, flee
     assert [token for part in streamed for token in part["tokens"]] == whole["tokens"]
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_generate_tells_an_entry_for_each_id(caller: Caller, fleet: ScriptedFleet, streamed: bool) -> None:
+    fleet.script = answer_with_logprobs
+    response = await caller.post("/generate", {"prompt": "hi", "logprobs": 2, "stream": streamed})
+    told = [event for event in response.events if event["event"] == "append"] if streamed else [response.json()]
+    assert fleet.commands[0].logprobs == 2
+    for part in told:
+        assert [entry["token_id"] for entry in part["logprobs"]] == part["token_ids"]
+    entries = [entry for part in told for entry in part["logprobs"]]
+    assert b"".join(bytes(entry["bytes"]) for entry in entries).decode() == TEXT
+    for entry in entries:
+        best, other = entry["top_logprobs"]
+        assert (best["token_id"], best["logprob"], best["token"]) == (
+            entry["token_id"],
+            entry["logprob"],
+            entry["token"],
+        )
+        assert (other["token_id"], other["logprob"]) == (entry["token_id"] + 1, LEAST)
+    plain = (await caller.post("/generate", {"prompt": "hi"})).json()
+    assert "logprobs" not in plain and fleet.commands[-1].logprobs is None
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [
@@ -121,7 +143,8 @@ async def test_completions_tell_logprobs_in_their_own_shape(caller: Caller, flee
         (CHAT, {"repetition_penalty": 0}, "repetition_penalty"),
         (COMPLETIONS, {"logprobs": 6}, "logprobs"),
         (COMPLETIONS, {"logprobs": 1, "echo": True}, "logprobs"),
-        ("/generate", {"logprobs": 1}, "logprobs"),
+        ("/generate", {"logprobs": 21}, "logprobs"),
+        ("/generate", {"logprobs": True}, "logprobs"),
     ],
 )
 async def test_what_is_out_of_range_is_named(

@@ -464,6 +464,16 @@ def test_c17_logprobs_join_to_the_text(client: OpenAI) -> None:
     assert client.chat.completions.create(model=MODEL, messages=ASK, logprobs=False).choices[0].logprobs is None
 
 
+def test_c17_generate_tells_logprobs_of_the_same_tokens(http: httpx.Client) -> None:
+    body = {"model": MODEL, "prompt": "Once upon a time", "temperature": 0.0, "max_tokens": 24, "logprobs": 3}
+    whole = http.post("/generate", json=body).json()
+    assert [entry["token_id"] for entry in whole["logprobs"]] == whole["token_ids"]
+    assert all(len(entry["top_logprobs"]) == 3 for entry in whole["logprobs"])
+    single = http.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]
+    assert single["token_logprobs"] == [entry["logprob"] for entry in whole["logprobs"]]
+    assert single["tokens"] == [entry["token"] for entry in whole["logprobs"]]
+
+
 def test_penalties_and_biases_act(client: OpenAI, http: httpx.Client) -> None:
     options: Any = {"model": MODEL, "messages": STORY, "temperature": 0.0, "max_tokens": 60}
     (token,) = http.post("/tokenize", json={"model": MODEL, "prompt": "a"}).json()["tokens"][-1:]

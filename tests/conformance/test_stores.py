@@ -32,12 +32,10 @@ def line(custom_id: str, content: str = "What is 1 + 2?", **body: Any) -> dict[s
     return {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": given}
 
 
-def submit(client: OpenAI, rows: Sequence[object], **options: Any) -> Batch:
+def submit(client: OpenAI, rows: Sequence[object], endpoint: Any = "/v1/chat/completions", **options: Any) -> Batch:
     content = b"\n".join(row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows)
     file = client.files.create(file=("lines.jsonl", content), purpose="batch")
-    return client.batches.create(
-        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h", **options
-    )
+    return client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h", **options)
 
 
 def end_of(client: OpenAI, batch: Batch) -> Batch:
@@ -112,6 +110,31 @@ def test_c35_a_batch_runs_to_its_end_beside_bad_lines(client: OpenAI) -> None:
     assert batch.id in {listed.id for listed in client.batches.list(limit=2)}
     with pytest.raises(openai.ConflictError):
         client.batches.cancel(batch.id)
+
+
+def test_c35_a_batch_of_embeddings_has_the_vectors_of_single_calls(client: OpenAI) -> None:
+    inputs: list[Any] = ["What is 1 + 2?", ["One", "Two", "Three"], [5, 6, 7], ["more"] * 40]
+    rows: list[Any] = [
+        {"custom_id": str(number), "method": "POST", "url": "/v1/embeddings", "body": {"model": MODEL, "input": given}}
+        for number, given in enumerate(inputs)
+    ]
+    rows[0]["body"] |= {"encoding_format": "base64", "dimensions": 8}
+    rows.append({"custom_id": "bad", "method": "POST", "url": "/v1/embeddings", "body": {"model": MODEL, "input": []}})
+    ended = end_of(client, submit(client, rows, "/v1/embeddings"))
+    assert ended.status == "completed" and ended.request_counts
+    assert (ended.request_counts.completed, ended.request_counts.failed) == (4, 1)
+    good = [row["response"]["body"] for row in rows_of(client, ended.output_file_id)]
+    (bad,) = rows_of(client, ended.error_file_id)
+    assert bad["response"]["body"]["error"]["param"] == "input"
+    assert [len(body["data"]) for body in good] == [1, 3, 1, 40]
+    for body, given in zip(good[1:], inputs[1:], strict=True):
+        single = client.embeddings.create(model=MODEL, input=given, encoding_format="float")
+        for item, other in zip(body["data"], single.data, strict=True):
+            assert item["embedding"] == pytest.approx(other.embedding, abs=1e-5)
+    packed = client.embeddings.create(model=MODEL, input=inputs[0], dimensions=8).data[0].embedding
+    assert len(packed) == 8 and isinstance(good[0]["data"][0]["embedding"], str)
+    assert ended.usage and ended.usage.output_tokens == 0
+    assert ended.usage.input_tokens == sum(body["usage"]["prompt_tokens"] for body in good) > 0
 
 
 def test_c35_a_file_that_is_no_batch_fails_with_the_lines_at_fault(client: OpenAI) -> None:
