@@ -10,6 +10,7 @@ from kernels.kv_write import kv_write as _kv_write
 from kernels.linear import gated_linear as _gated_linear
 from kernels.linear import linear as _linear
 from kernels.lora import lora as _lora
+from kernels.lora import lora_swiglu as _lora_swiglu
 from kernels.moe import experts as _experts
 from kernels.moe import route as _route
 from kernels.rms_norm import rms_norm as _rms_norm
@@ -28,6 +29,7 @@ gated_linear = Op(_gated_linear, twin("linear", "gated_linear"))
 kv_write = Op(_kv_write, twin("kv_write", "kv_write"))
 linear = Op(_linear, twin("linear", "linear"))
 lora = Op(_lora, twin("lora", "lora"))
+lora_swiglu = Op(_lora_swiglu, twin("lora", "lora_swiglu"))
 rms_norm = Op(_rms_norm, twin("rms_norm", "rms_norm"))
 rope = Op(_rope, twin("rope", "rope"))
 rope_write = Op(_rope_write, twin("rope", "rope_write"))
@@ -46,6 +48,7 @@ OPS = {
     "kv_write": kv_write,
     "linear": linear,
     "lora": lora,
+    "lora_swiglu": lora_swiglu,
     "rms_norm": rms_norm,
     "rope": rope,
     "rope_write": rope_write,

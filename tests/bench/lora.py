@@ -8,17 +8,17 @@ import argparse
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import cast
 
 import torch
-from torch import nn
 
 from kernels.attention import plan_attention
 from worker.adapters.stack import AdapterStack
-from worker.adapters.weights import Adapter
+from worker.adapters.targets import find_targets
+from worker.adapters.weights import Adapter, ends_of
 from worker.bundled import bundled_folder
 from worker.models import LoadedModel, load_model
-from worker.models.layers import ForwardContext, Linear, LowRank
+from worker.models.layers import Decoder, ForwardContext, Linear, LowRank
+from worker.models.qwen import name_slots
 
 _PAGE = 32
 _CONTEXT = 512
@@ -36,19 +36,14 @@ class _Shelf:
 
 
 def random_adapter(model: LoadedModel, rank: int) -> Adapter:
-    """Return an adapter on every linear layer; what projections share has the rank of all of them together."""
+    """Return an adapter on every linear layer."""
     factors: dict[Linear, tuple[torch.Tensor, torch.Tensor]] = {}
     options = {"device": model.device, "dtype": model.dtype}
-    for name, linear in cast(nn.Module, model.module).named_modules():
-        if isinstance(linear, Linear):
-            outputs, inputs = linear.weight.shape
-            own = rank * {"qkv": 3, "gate_up": 2}.get(name.rpartition(".")[2], 1)
-            a, b = torch.randn(own, inputs, **options), torch.zeros(outputs, own, **options)
-            for first in range(0, own, rank):
-                rows = slice(outputs * first // own, outputs * (first + rank) // own)
-                b[rows, first : first + rank].normal_(0, 1e-3)
-            factors[linear] = a * inputs**-0.5, b
-    return Adapter(1.0, factors)
+    for linear in {target.linear: None for target in find_targets(model).values()}:
+        outputs, inputs = linear.weight.shape
+        a = torch.randn(len(ends_of(linear)) * rank, inputs, **options) * inputs**-0.5
+        factors[linear] = a, torch.randn(outputs, rank, **options) * 1e-3
+    return Adapter(rank, 1.0, factors)
 
 
 @torch.inference_mode()
@@ -93,6 +88,8 @@ def main() -> None:
         from tests.bench.gpu.shapes import SHAPES, random_model
 
         model, name = random_model(SHAPES[options.shape], torch.device("cuda")), options.shape
+        assert isinstance(model.module, Decoder)
+        name_slots(model.module)
     else:
         torch.set_num_threads(1)
         model, name = load_model(bundled_folder("demo")), "demo"

@@ -35,7 +35,7 @@ from kernels.attention import attention
 from kernels.gpu.attention import Tile, attend
 from kernels.kv_write import kv_write
 from kernels.linear import gated_linear, linear
-from kernels.lora import lora
+from kernels.lora import Factors, assign, lora, lora_swiglu
 from kernels.moe import Router, experts, route
 from kernels.noise import gumbel
 from kernels.rms_norm import rms_norm
@@ -407,16 +407,45 @@ def test_grouped_experts_agree(dtype, tokens, count, hidden, inner, top_k):
 
 @product_dtypes
 @pytest.mark.parametrize(
-    "tokens, inputs, outputs, rank",
-    [(1, 64, 48, 8), (37, 200, 130, 16), (20, 64, 48, 96), (20, 1100, 48, 16)]
-    + ([(256, 4096, 6144, 64)] if ON_GPU else []),
+    "tokens, inputs, ends, rank, each",
+    [
+        (1, 64, (48,), 8, 1),
+        (37, 200, (130,), 16, 1),
+        (20, 64, (10, 20, 48), 40, 4),
+        (300, 1100, (128, 192, 256), 16, 2),
+        (24, 600, (160, 320), 16, 4),
+    ]
+    + ([(128, 4096, (4096, 5120, 6144), 64, 4), (1056, 4096, (12288, 24576), 32, 32)] if ON_GPU else []),
 )
-def test_mixed_adapters_agree(dtype, tokens, inputs, outputs, rank):
+def test_mixed_adapters_agree(dtype, tokens, inputs, ends, rank, each):
+    outputs = ends[-1]
     y, x = normal(tokens, outputs, dtype=dtype, seed=1), normal(tokens, inputs, dtype=dtype, seed=2)
-    a = normal(5, rank, inputs, dtype=dtype, seed=3, scale=inputs**-0.5)
+    ranks = torch.tensor([rank, rank // 2, 1, rank - 1, rank], dtype=torch.int32, device=DEVICE)
+    a = normal(5, len(ends), rank, inputs, dtype=dtype, seed=3, scale=inputs**-0.5)
     b = normal(5, outputs, rank, dtype=dtype, seed=4)
-    adapter = integers(-1, 5, (tokens,), seed=5)
-    scale = torch.linspace(0.5, 2, tokens, device=DEVICE)
-    out = kernels.gpu.lora.lora(y, x, a, b, adapter, scale)
+    # What lies behind an adapter's own rank is not looked at, whatever it is.
+    behind = torch.arange(rank, device=DEVICE) >= ranks[:, None]
+    a[behind[:, None].expand(-1, len(ends), -1)] = float("nan")
+    b[behind[:, None].expand(-1, outputs, -1)] = float("nan")
+    factors = Factors(a.view(5, -1, inputs), b, ends)
+    rows = tokens // each
+    scale = torch.linspace(0.5, 2, rows, device=DEVICE)
+    assignment = assign(integers(-1, 5, (rows,), seed=5), scale, ranks, each)
+    wide = Factors(factors.a.float().nan_to_num(), b.float().nan_to_num(), ends)
+    wanted = lora(y.float().clone(), x.float(), wide, assignment)
+    if len(ends) == 2:
+        gated = kernels.gpu.lora.lora_swiglu(y.clone(), x, factors, assignment)
+        assert relative_error(gated, swiglu(wanted)) < TOLERANCE[dtype]
+        assert relative_error(lora_swiglu(y.float(), x.float(), wide, assignment), swiglu(wanted)) < 1e-6
     # On a GPU float32 factors of bfloat16 inputs pass the matrix units in tf32.
-    assert relative_error(out, lora(y.float(), x.float(), a.float(), b.float(), adapter, scale)) < TOLERANCE[dtype]
+    assert relative_error(kernels.gpu.lora.lora(y, x, factors, assignment), wanted) < TOLERANCE[dtype]
+
+
+def test_tokens_without_an_adapter_keep_their_values_bit_by_bit():
+    y, x = normal(40, 48, dtype=NARROW, seed=1), normal(40, 64, dtype=NARROW, seed=2)
+    factors = Factors(normal(2, 8, 64, dtype=NARROW, seed=3), normal(2, 48, 8, dtype=NARROW, seed=4), (48,))
+    adapter = integers(-1, 2, (40,), seed=5)
+    ranks = torch.tensor([8, 8], device=DEVICE)
+    out = kernels.gpu.lora.lora(y.clone(), x, factors, assign(adapter, torch.ones(40, device=DEVICE), ranks))
+    assert torch.equal(out[adapter < 0], y[adapter < 0])
+    assert (out[adapter >= 0] != y[adapter >= 0]).any(-1).all()

@@ -206,7 +206,7 @@ class Loader:
         self.loads.append(folder.name)
         linear = torch.nn.Identity()
         factors = {linear: (torch.zeros(self.sizes[folder.name] // 8), torch.zeros(self.sizes[folder.name] // 8))}
-        return Adapter(1.0, factors)  # type: ignore[arg-type]
+        return Adapter(1, 1.0, factors)  # type: ignore[arg-type]
 
 
 def stored(tmp_path: Path, **sizes: int) -> tuple[AdapterStore, Loader, dict[str, LoraUse]]:

@@ -7,7 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from worker.adapters.weights import Adapter
+from kernels.lora import Factors, assign
+from worker.adapters.weights import Adapter, ends_of
 from worker.models.layers import Linear, LowRank
 
 Uses = tuple[tuple[str, float], ...]
@@ -32,8 +33,9 @@ class AdapterStack:
         self._residents = residents
         self._device = device
         self._places: dict[str, int] = {}
-        self._factors: list[float] = []
-        self._stacks: dict[Linear, tuple[Tensor, Tensor]] = {}
+        self._scales: list[float] = []
+        self._ranks = torch.zeros(0, dtype=torch.int32, device=device)
+        self._stacks: dict[Linear, Factors] = {}
         self.built = 0
 
     def of(self, rows: Sequence[Uses], counts: Sequence[int]) -> LowRank | None:
@@ -45,38 +47,61 @@ class AdapterStack:
             return None
         if not wanted <= self._places.keys():
             self._build(wanted)
-        passes: list[tuple[Tensor, Tensor]] = []
-        for number in range(max(map(len, rows))):
-            picked = [uses[number] if number < len(uses) else None for uses in rows]
-            places = [-1 if use is None else self._places[use[0]] for use in picked]
-            scales = [
-                0.0 if use is None else use[1] * self._factors[place] for use, place in zip(picked, places, strict=True)
-            ]
-            passes.append((self._spread(places, counts, torch.int64), self._spread(scales, counts, torch.float32)))
+        passes = [
+            assign(*spread([self._use(uses, number) for uses in rows], counts, self._device), self._ranks)
+            for number in range(max(map(len, rows)))
+        ]
         return LowRank(self._stacks, tuple(passes))
 
-    def _spread(self, values: Sequence[float], counts: Sequence[int], dtype: torch.dtype) -> Tensor:
-        flat = list(chain.from_iterable([value] * count for value, count in zip(values, counts, strict=True)))
-        return torch.tensor(flat, dtype=dtype, device=self._device)
+    def _use(self, uses: Uses, number: int) -> tuple[int, float]:
+        """Return place and scale of a row's adapter of that number."""
+        if number >= len(uses):
+            return -1, 0.0
+        place = self._places[uses[number][0]]
+        return place, uses[number][1] * self._scales[place]
 
     def _build(self, wanted: set[str]) -> None:
         # Those of requests that sit this step out stay: they would be stacked again in the next.
         names = sorted(wanted | (self._places.keys() & self._residents.held()))
         # A row whose adapter is gone belongs to a request that this worker has lost: nobody reads what it decides.
-        found = [(name, self._residents.get(name) or Adapter(0.0, {})) for name in names]
-        self._places = {name: place for place, (name, _) in enumerate(found)}
-        adapters = [adapter for _, adapter in found]
-        self._factors = [adapter.factor for adapter in adapters]
+        adapters = [self._residents.get(name) or Adapter(0, 0.0, {}) for name in names]
+        self._places = {name: place for place, name in enumerate(names)}
+        self._scales = [adapter.factor for adapter in adapters]
+        self._ranks = torch.tensor([adapter.rank for adapter in adapters], dtype=torch.int32, device=self._device)
         self._stacks = {}
         for linear in dict.fromkeys(chain.from_iterable(adapter.factors for adapter in adapters)):
-            pairs = [adapter.factors.get(linear) for adapter in adapters]
-            rank = max(pair[0].shape[0] for pair in pairs if pair is not None)
-            outputs, inputs = linear.weight.shape
-            weight = next(pair[0] for pair in pairs if pair is not None)
-            a, b = weight.new_zeros((len(pairs), rank, inputs)), weight.new_zeros((len(pairs), outputs, rank))
-            for place, pair in enumerate(pairs):
-                if pair is not None:
-                    a[place, : pair[0].shape[0]] = pair[0]
-                    b[place, :, : pair[1].shape[1]] = pair[1]
-            self._stacks[linear] = a, b
+            dtype = next(adapter.factors[linear][0].dtype for adapter in adapters if linear in adapter.factors)
+            rank = max(adapter.rank for adapter in adapters)
+            self._stacks[linear] = stack = empty_factors(linear, len(adapters), rank, dtype)
+            for place, adapter in enumerate(adapters):
+                put_factors(stack, place, adapter.factors.get(linear))
         self.built += 1
+
+
+def empty_factors(linear: Linear, adapters: int, rank: int, dtype: torch.dtype) -> Factors:
+    """Return zeros for so many adapters of a linear."""
+    (outputs, inputs), ends, device = linear.weight.shape, ends_of(linear), linear.weight.device
+    return Factors(
+        torch.zeros((adapters, len(ends) * rank, inputs), dtype=dtype, device=device),
+        torch.zeros((adapters, outputs, rank), dtype=dtype, device=device),
+        ends,
+    )
+
+
+def put_factors(stack: Factors, place: int, pair: tuple[Tensor, Tensor] | None, first: int = 0) -> None:
+    """Write an adapter's factors of a linear, its columns from `first` on; without a pair it adds nothing there."""
+    if pair is None:
+        stack.b[place, :, first:].zero_()
+        return
+    a, b = pair
+    rank, pieces = b.shape[1], len(stack.ends)
+    stack.a[place].unflatten(0, (pieces, -1))[:, first : first + rank].copy_(a.unflatten(0, (pieces, rank)))
+    stack.b[place, :, first : first + rank].copy_(b)
+
+
+def spread(uses: Sequence[tuple[int, float]], counts: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return place [tokens] int64 and scale [tokens] float32 of rows with `counts` tokens."""
+    repeats = torch.tensor(counts)
+    places = torch.tensor([place for place, _ in uses]).repeat_interleave(repeats)
+    scales = torch.tensor([scale for _, scale in uses], dtype=torch.float32).repeat_interleave(repeats)
+    return places.to(device), scales.to(device)

@@ -9,12 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from shared.adapters import InvalidAdapter
 from shared.decoding import Threshold
 from worker.adapters.targets import find_targets
-from worker.adapters.weights import load_adapter
+from worker.adapters.weights import ends_of, load_adapter
 from worker.models import LoadedModel, ModelError
+from worker.models.layers import Linear
 from worker.models.spec import Attention, Commit, ModelSpec
 
 
@@ -31,8 +33,16 @@ def with_adapter(model: LoadedModel, folder: Path, block_length: int | None = No
         raise ModelError(f"{folder}: {error}") from error
     with torch.inference_mode():
         for linear, (a, b) in adapter.factors.items():
-            linear.weight.copy_((linear.weight.float() + adapter.factor * (b @ a)).to(model.dtype))
+            pieces = a.unflatten(0, (-1, adapter.rank))
+            added = torch.cat([b[first:end] @ piece for first, end, piece in _rows(linear, pieces)])
+            linear.weight.copy_((linear.weight.float() + adapter.factor * added).to(model.dtype))
     return replace(model, spec=spec)
+
+
+def _rows(linear: Linear, pieces: Tensor) -> list[tuple[int, int, Tensor]]:
+    """Return the rows [first, end) of each projection in a linear beside its factor."""
+    ends = ends_of(linear)
+    return list(zip((0, *ends), ends, pieces, strict=False))
 
 
 def as_block_causal(spec: ModelSpec, block_length: int) -> ModelSpec:

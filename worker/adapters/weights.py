@@ -16,21 +16,23 @@ from worker.models.layers import Linear
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """One adapter on the device.
+    """One adapter on the device."""
 
-    Projections that share a linear share its factors: a holds theirs below each other, b each one's in its own rows
-    and columns, and zeros elsewhere.
-    """
-
+    rank: int
     factor: float
     """alpha / rank, or what the adapter has in its place."""
     factors: Mapping[Linear, tuple[Tensor, Tensor]]
-    """a [rank, inputs], b [outputs, rank]"""
+    """Of each linear a [projections * rank, inputs] and b [outputs, rank]; see `kernels.lora.Factors`."""
 
     @property
     def size(self) -> int:
         """Bytes."""
         return sum(a.nbytes + b.nbytes for a, b in self.factors.values())
+
+
+def ends_of(linear: Linear) -> tuple[int, ...]:
+    """Return the row behind the last of each projection that is stacked in a linear."""
+    return tuple(sorted({*(end for _, end in linear.pieces.values()), linear.weight.shape[0]}))
 
 
 @torch.inference_mode()
@@ -44,17 +46,16 @@ def load_adapter(folder: Path, targets: Mapping[str, Target], device: torch.devi
     try:
         with safe_open(folder / WEIGHTS, framework="pt") as file:
             for linear, modules in of_linear.items():
-                outputs, inputs = linear.weight.shape
-                a = torch.empty((facts.rank * len(modules), inputs), dtype=dtype)
-                b = torch.zeros((outputs, facts.rank * len(modules)), dtype=dtype)
-                for number, module in enumerate(modules):
-                    part = slice(number * facts.rank, (number + 1) * facts.rank)
+                (outputs, inputs), ends = linear.weight.shape, ends_of(linear)
+                a = torch.zeros((len(ends), facts.rank, inputs), dtype=dtype)
+                b = torch.zeros((outputs, facts.rank), dtype=dtype)
+                for module in modules:
                     target, (name_a, name_b) = targets[module], tensor_names(module)
-                    a[part].copy_(file.get_tensor(name_a))
-                    b[target.first : target.end, part].copy_(file.get_tensor(name_b))
+                    a[ends.index(target.end)].copy_(file.get_tensor(name_a))
+                    b[target.first : target.end].copy_(file.get_tensor(name_b))
                 if not (a.isfinite().all() and b.isfinite().all()):
                     raise InvalidAdapter(WEIGHTS, f"{modules[0]}: some values are not finite")
-                factors[linear] = a.to(device), b.to(device)
+                factors[linear] = a.flatten(0, 1).to(device), b.to(device)
     except (SafetensorError, OSError) as error:
         raise InvalidAdapter(WEIGHTS, "cannot be read") from error
-    return Adapter(facts.factor, factors)
+    return Adapter(facts.rank, facts.factor, factors)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import kernels
 from kernels.attention import AttentionPlan
+from kernels.lora import Assignment, Factors
 from kernels.moe import Router
 from kernels.rope import rope_tables
 from worker.models.rope import RopeShape
@@ -54,18 +55,26 @@ class LayerShape:
 class LowRank:
     """Adapters of a forward's tokens, beside the weights (see `kernels.lora`)."""
 
-    stacks: "Mapping[Linear, tuple[Tensor, Tensor]]"
-    """For each adapted linear a [adapters, rank, inputs] and b [adapters, outputs, rank]."""
-    passes: tuple[tuple[Tensor, Tensor], ...]
-    """(adapter [tokens] int64, scale [tokens] float32): the first adapter of each token, the second, ..."""
+    stacks: "Mapping[Linear, Factors]"
+    passes: tuple[Assignment, ...]
+    """The first adapter of each token, the second, ..."""
 
     def add(self, linear: "Linear", x: Tensor, y: Tensor) -> Tensor:
-        """Return y, the linear's output for x, with what the adapters add."""
-        pair = self.stacks.get(linear)
-        if pair is not None:
-            for adapter, scale in self.passes:
-                y = kernels.lora(y, x, *pair, adapter, scale)
+        """Return y, the linear's output for x, with what the adapters add; y may be overwritten."""
+        factors = self.stacks.get(linear)
+        if factors is not None:
+            for assignment in self.passes:
+                y = kernels.lora(y, x, factors, assignment)
         return y
+
+    def gated(self, linear: "Linear", x: Tensor, y: Tensor) -> Tensor:
+        """Return the gated unit of `add`."""
+        factors = self.stacks.get(linear)
+        if factors is None:
+            return kernels.swiglu(y)
+        for assignment in self.passes[:-1]:
+            y = kernels.lora(y, x, factors, assignment)
+        return kernels.lora_swiglu(y, x, factors, self.passes[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +208,8 @@ class GatedMLP(nn.Module):
             if gate is not None and down is not None:
                 return kernels.fp8_mlp(x, self.gate_up.weight, gate, self.down.weight, down)
             return self.down.forward(kernels.gated_linear(x, self.gate_up.weight))
-        return self.down.forward(kernels.swiglu(self.gate_up.forward(x, context)), context)
+        gated = context.lora.gated(self.gate_up, x, self.gate_up.forward(x))
+        return self.down.forward(gated, context)
 
 
 class MoeMLP(nn.Module):
