@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 WorkerState = Literal["loading", "ready", "draining"]
-_NUMBERS = ("slots", "free", "steps", "pages", "pages_free", "reclaims", "pid")
+_NUMBERS = ("slots", "free", "steps", "tokens", "pages", "pages_free", "reclaims", "pid")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,8 @@ class WorkerInfo:
     """Slots without a request."""
     steps: int = 0
     """Denoising forwards since its start."""
+    tokens: int = 0
+    """Tokens committed since its start."""
     pages: int = 0
     """Pages of its KV cache."""
     pages_free: int = 0
@@ -44,6 +46,7 @@ def pack_worker(info: WorkerInfo) -> dict[str, str | int]:
         "slots": info.slots,
         "free": info.free,
         "steps": info.steps,
+        "tokens": info.tokens,
         "pages": info.pages,
         "pages_free": info.pages_free,
         "reclaims": info.reclaims,

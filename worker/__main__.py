@@ -161,6 +161,7 @@ def _serve(settings: WorkerSettings, tracing: Tracing) -> ExitCode:
             slots=settings.max_rows,
             free=max(0, settings.max_rows - len(bridge.held())),
             steps=load.steps,
+            tokens=metrics.tokens,
             pages=load.total_pages,
             pages_free=load.free_pages,
             reclaims=metrics.reclaims,

@@ -80,6 +80,8 @@ class Metrics:
         self._forward_seen_s = 0.0
         self._hits_seen = 0
         self._finished_total = 0
+        self.tokens = 0
+        """Committed tokens."""
         self.reclaims = 0
         """Claims of requests that another claim had begun."""
         self._nfe_total = 0
@@ -153,6 +155,7 @@ class Metrics:
         for event in events:
             match event:
                 case Delta():
+                    self.tokens += len(event.token_ids)
                     self._tokens.inc(len(event.token_ids))
                     self._blocks.inc()
                 case Finished():

@@ -68,25 +68,20 @@ def top(
     redis_url: RedisUrl = None,
     data_dir: DataDir = DATA_DIR,
     url: Annotated[
-        str | None, typer.Option(envvar="DIFFLEET_URL", help="Address of an api, for tokens/s and tokens per forward.")
+        str | None, typer.Option(envvar="DIFFLEET_URL", help="Address of an api, for tokens per forward.")
     ] = DEFAULT_URL,
-    worker: Annotated[
-        list[str] | None,
-        typer.Option(help="Address of a worker's metrics (its --metrics-port), for tokens/s by block; repeat it."),
-    ] = None,
     model: Model = None,
     interval: Annotated[float, typer.Option(min=0.2, max=60.0, help="Seconds from one look to the next.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
 ) -> None:
     """Show a fleet, live: workers, lanes, the age of the oldest request, rates.
 
-    Workers, their pages and reclaims, and lanes come from Redis; tokens/s and tokens per forward from the api's
-    metrics, which count a request when it ends. What does not answer is left out.
+    Workers and lanes come from Redis, tokens per forward from the api's metrics, which count a request when it ends.
     """
     from shared.cli.operations import find_redis
     from shared.cli.top import samples, watch
 
-    run(watch(samples(find_redis(redis_url, data_dir), interval, url, worker or [], model), once=once))
+    run(watch(samples(find_redis(redis_url, data_dir), interval, url, model), once=once))
 
 
 @app.command()

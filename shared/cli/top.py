@@ -5,7 +5,7 @@ import contextlib
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 
 import httpx
@@ -18,9 +18,9 @@ from shared.cli.canvas import terminal_size
 from shared.cli.census import Census, ModelView, take_census
 from shared.cli.exposition import sums
 from shared.cli.operations import operating
+from shared.roster import WorkerInfo
 
 FROM_API = ("diffleet_completion_tokens_total", "diffleet_denoising_forwards_total")
-FROM_WORKERS = ("diffleet_generated_tokens_total",)
 _SCRAPE_TIMEOUT_S = 2.0
 _LOOKS = 5
 _NONE: Mapping[str, float] = {}
@@ -36,17 +36,14 @@ class Sample:
     metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])
 
 
-async def samples(
-    redis_url: str, interval_s: float, api: str | None, workers: Sequence[str], model: str | None
-) -> AsyncGenerator[Sample]:
+async def samples(redis_url: str, interval_s: float, api: str | None, model: str | None) -> AsyncGenerator[Sample]:
     """Yield a sample every `interval_s`, until closed; raises `Stop`."""
     async with operating(redis_url) as (fleet, link), httpx.AsyncClient(timeout=_SCRAPE_TIMEOUT_S) as http:
         while True:
             began = time.monotonic()
             census = await take_census(fleet, link, model)
-            texts = await asyncio.gather(*(_scrape(http, url) for url in (*([api] if api else []), *workers)))
-            names = [view.name for view in census.models]
-            yield Sample(began, census, {name: _merged(texts, name) for name in names})
+            text = await _scrape(http, api) if api else ""
+            yield Sample(began, census, {view.name: sums(text, FROM_API, view.name) for view in census.models})
             await asyncio.sleep(max(0.0, interval_s - (time.monotonic() - began)))
 
 
@@ -94,11 +91,11 @@ def _headline(view: ModelView, sample: Sample, before: Sample | None) -> Text:
         f"{view.running} running",
         f"{view.open_requests} open",
     ]
-    generated = _change(metrics, earlier, "diffleet_generated_tokens_total")
-    tokens, forwards = (_change(metrics, earlier, name) for name in FROM_API)
-    made = generated if generated is not None else tokens
-    if made is not None and seconds:
+    if seconds:
+        known = _workers_of(before)
+        made = sum(worker.tokens - known[worker.id].tokens for worker in view.workers if worker.id in known)
         facts.append(f"{made / seconds:.1f} tokens/s")
+    tokens, forwards = (_change(metrics, earlier, name) for name in FROM_API)
     if tokens and forwards:
         facts.append(f"{tokens / forwards:.2f} tokens/forward")
     reclaims = sum(worker.reclaims for worker in view.workers)
@@ -121,12 +118,12 @@ def _workers(view: ModelView, sample: Sample, before: Sample | None) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in ("worker", "state", "device"):
         table.add_column(column, no_wrap=True)
-    for column in ("running", "pages", "reclaims", "forwards", "forwards/s", "beat", "pid"):
+    for column in ("running", "pages", "tok/s", "steps/s", "beat", "pid"):
         table.add_column(column, justify="right", no_wrap=True)
-    steps = {worker.id: worker.steps for model in (before.census.models if before else ()) for worker in model.workers}
+    known = _workers_of(before)
     seconds = 0.0 if before is None else sample.at - before.at
     for worker in view.workers:
-        rate = (worker.steps - steps[worker.id]) / seconds if seconds and worker.id in steps else None
+        earlier = known.get(worker.id)
         beat_s = max(0, sample.census.now_ms - worker.beat_ms) / 1000
         style = {"ready": "", "loading": "yellow", "draining": "yellow"}[worker.state]
         table.add_row(
@@ -134,16 +131,24 @@ def _workers(view: ModelView, sample: Sample, before: Sample | None) -> Table:
             Text(worker.state, style),
             worker.device or "-",
             f"{worker.slots - worker.free}/{worker.slots}",
-            f"{worker.pages - worker.pages_free}/{worker.pages}" if worker.pages else "-",
-            str(worker.reclaims),
-            str(worker.steps),
-            "-" if rate is None else f"{max(0.0, rate):.1f}",
+            f"{1 - worker.pages_free / worker.pages:.0%}" if worker.pages else "-",
+            "-" if earlier is None else _rate((worker.tokens - earlier.tokens) / seconds),
+            "-" if earlier is None else _rate((worker.steps - earlier.steps) / seconds),
             f"{beat_s:.1f} s",
             str(worker.pid or "-"),
         )
     if not view.workers:
         table.add_row(Text("none alive: requests wait until one comes", "red"))
     return table
+
+
+def _rate(rate: float) -> str:
+    return f"{rate:.1f}" if rate < 100 else f"{rate:.0f}"
+
+
+def _workers_of(sample: Sample | None) -> Mapping[str, WorkerInfo]:
+    """Return the workers by their ids, which are never reused."""
+    return {worker.id: worker for view in sample.census.models for worker in view.workers} if sample else {}
 
 
 def _change(now: Mapping[str, float], before: Mapping[str, float], name: str) -> float | None:
@@ -160,11 +165,3 @@ async def _scrape(http: httpx.AsyncClient, url: str) -> str:
         if response.status_code == 200:
             return response.text
     return ""
-
-
-def _merged(texts: Sequence[str], model: str) -> dict[str, float]:
-    merged: dict[str, float] = {}
-    for text in texts:
-        for name, value in sums(text, (*FROM_API, *FROM_WORKERS), model).items():
-            merged[name] = merged.get(name, 0.0) + value
-    return merged

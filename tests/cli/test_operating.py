@@ -4,6 +4,7 @@ import re
 import socket
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ def census(steps: int, *, workers: int = 1) -> Census:
             slots=8,
             free=5,
             steps=steps,
+            tokens=3 * steps,
             pages=64,
             pages_free=40,
             reclaims=2,
@@ -63,20 +65,37 @@ def test_top_shows_lanes_workers_and_the_rates_since_an_earlier_look() -> None:
         12.0, census(150), {"m": {"diffleet_completion_tokens_total": 40.0, "diffleet_denoising_forwards_total": 17.0}}
     )
     text = shown(now, before)
-    assert "1 worker · 3 running · 4 open · 15.0 tokens/s · 2.50 tokens/forward · 2 reclaims" in text
+    assert "1 worker · 3 running · 4 open · 75.0 tokens/s · 2.50 tokens/forward · 2 reclaims" in text
     assert re.search(r"std +4 +12.5 s", text)
-    assert re.search(r"w0 +ready +cpu +3/8 +24/64 +2 +150 +25.0 .* 77", text)
+    assert re.search(r"w0 +ready +cpu +3/8 +38% +75.0 +25.0 .* 77", text)
 
 
 def test_top_says_what_it_means_that_no_worker_lives() -> None:
     assert "none alive: requests wait" in shown(Sample(0.0, census(0, workers=0)))
 
 
-def test_a_process_that_has_started_anew_gives_no_negative_rate() -> None:
-    before = Sample(10.0, census(100), {"m": {"diffleet_generated_tokens_total": 900.0}})
-    now = Sample(12.0, census(20), {"m": {"diffleet_generated_tokens_total": 30.0}})
-    text = shown(now, before)
-    assert "15.0 tokens/s" in text and "-" not in text.partition("tokens/s")[0]
+def test_an_api_that_has_started_anew_gives_no_negative_rate() -> None:
+    counts = {"diffleet_completion_tokens_total": 900.0, "diffleet_denoising_forwards_total": 90.0}
+    before = Sample(10.0, census(100), {"m": counts})
+    now = Sample(12.0, census(120), {"m": {name: value / 30 for name, value in counts.items()}})
+    assert "10.00 tokens/forward" in shown(now, before)
+
+
+def test_a_worker_that_has_just_come_has_no_rates() -> None:
+    text = shown(Sample(12.0, census(100, workers=2)), Sample(10.0, census(90, workers=1)))
+    assert re.search(r"w0 .* 15.0 +5.0 ", text) and re.search(r"w1 .* - +- ", text)
+
+
+def test_the_table_fits_80_columns_whatever_the_figures() -> None:
+    worker = WorkerInfo(
+        "vm-c41c0d93", "m", "draining", slots=256, free=0, steps=10**6, device="cuda:0", pages=65536, pid=4194304
+    )
+    sample = Sample(0.0, Census(1000, (ModelView("m", (worker,), (), 0),)))
+    later = Sample(1.0, Census(1000, (ModelView("m", (replace(worker, tokens=99999, steps=10**6 + 99),), (), 0),)))
+    console = Console(width=80, no_color=True)
+    with console.capture() as capture:
+        console.print(draw(later, sample))
+    assert "…" not in capture.get() and "4194304" in capture.get()
 
 
 def test_metrics_are_summed_over_all_labels_but_the_model() -> None:

@@ -156,7 +156,7 @@ def test_ids_sort_by_their_time(now_ms: int) -> None:
         WorkerInfo,
         *[text] * 2,
         st.sampled_from(["loading", "ready", "draining"]),
-        *[count] * 7,
+        *[count] * 8,
         text,
         text,
     )
