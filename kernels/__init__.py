@@ -3,6 +3,7 @@
 from kernels.attention import attention as _attention
 from kernels.canvas import canvas_advance as _canvas_advance
 from kernels.canvas import canvas_query as _canvas_query
+from kernels.canvas import canvas_wanted as _canvas_wanted
 from kernels.dispatch import Op, twin
 from kernels.fp8 import fp8_linear as _fp8_linear
 from kernels.fp8 import fp8_mlp as _fp8_mlp
@@ -22,6 +23,7 @@ from kernels.token_stats import token_stats as _token_stats
 attention = Op(_attention, twin("attention", "attention"))
 canvas_advance = Op(_canvas_advance, twin("canvas", "canvas_advance"))
 canvas_query = Op(_canvas_query, twin("canvas", "canvas_query"))
+canvas_wanted = Op(_canvas_wanted, twin("canvas", "canvas_wanted"))
 experts = Op(_experts, twin("moe", "experts"))
 fp8_linear = Op(_fp8_linear, twin("fp8", "fp8_linear"))
 fp8_mlp = Op(_fp8_mlp, twin("fp8", "fp8_mlp"))
@@ -41,6 +43,7 @@ OPS = {
     "attention": attention,
     "canvas_advance": canvas_advance,
     "canvas_query": canvas_query,
+    "canvas_wanted": canvas_wanted,
     "experts": experts,
     "fp8_linear": fp8_linear,
     "fp8_mlp": fp8_mlp,

@@ -1,10 +1,13 @@
 """A batch that decodes by itself: the state of its rows in one tensor, what the next forward asks, and how it moves on.
 
 A row has an active block of which some positions are masked. A step proposes tokens for them, accepts some, and once
-none is masked opens the next block. The finished block's keys must be written from its final tokens. That is done
-either by the next block's first forward, which then asks for both blocks (`paired`: every step does, and rewrites the
-same keys in later ones), or by a pass of its own (`not paired`), which decides nothing. The state is the same for both,
-so any step may be the one or the other.
+none is masked opens the next block. The finished block's keys must then be written from its final tokens. That is what
+a step's *slots* are for: one more block of positions each, so that the finished block is written and the next one
+decided by the same forward. The first rows that need a slot get one. A row that finds none writes its block by its own
+positions, and decides nothing in this step.
+
+A step also has *room* for so many masked positions. The first rows whose masked positions find room are decided; the
+others stay as they are, but for a finished block, which has been written all the same.
 """
 
 from dataclasses import dataclass
@@ -35,7 +38,7 @@ class Field(IntEnum):
     """First position that nobody wants."""
     STEP = 3
     COMMIT = 4
-    """The block before is not written yet: a step that is not paired does that, and no more."""
+    """The block before is not written yet."""
     RULE = 5
     THRESHOLD = 6
     """Bits of a float32."""
@@ -50,6 +53,8 @@ class Field(IntEnum):
     END = 12
     """What the block's positions see ends here; 0: with the block. Such a row asks for its block alone, wherever that
     begins."""
+    MISSING = 13
+    """How many positions are masked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +66,6 @@ class Layout:
     page_size: int
     scratch: int
     """Number of the page for writes that nobody reads, also behind a row's last page."""
-    paired: bool
 
     @property
     def width(self) -> int:
@@ -87,72 +91,125 @@ class Layout:
     def table(self) -> slice:
         return slice(len(Field) + 3 * self.block, self.width)
 
-    @property
-    def query(self) -> int:
-        """Query positions of a row."""
-        return 2 * self.block if self.paired else self.block
-
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """What a forward asks for."""
+    """What a forward asks for: a block of positions for each row, then one for each slot."""
 
     token_ids: Tensor
-    """[rows * query] int64"""
+    """[(rows + slots) * block] int64"""
     positions: Tensor
-    """[rows * query] int64"""
+    """[(rows + slots) * block] int64"""
     slots: Tensor
-    """[rows * query] int64"""
+    """[(rows + slots) * block] int64: where keys are written, in pages; nothing to do with a step's slots."""
     visible_end: Tensor
-    """[rows * query] int32"""
+    """[(rows + slots) * block] int32"""
     page_table: Tensor
-    """[rows, pages] int32"""
+    """[rows + slots, pages] int32"""
+    decides: Tensor
+    """[rows] int32: 1 for rows whose positions are those of their active block."""
 
 
-def canvas_query(state: Tensor, layout: Layout) -> Query:
-    """Return the query positions of every row: its active block, the block before, or both (paired)."""
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The masked positions that a step proposes for, in order of their rows, and how their tokens are drawn."""
+
+    sources: Tensor
+    """[room] int64: position among the rows' own, [rows * block]; 0 behind the last."""
+    places: Tensor
+    """[rows * block] int32: proposal of each position; 0 where there is none."""
+    decides: Tensor
+    """[rows] int32: 1 for rows that decide and found room."""
+    temperature: Tensor
+    """[room] float32"""
+    draws: Tensor
+    """[4, room] int64: whether the token is drawn, seed, absolute position, step."""
+
+
+def canvas_query(state: Tensor, layout: Layout, slots: int) -> Query:
+    """Return the query positions of every row and of every slot. Slots that nobody takes write to the scratch page."""
     rows, block = state.shape[0], layout.block
-    start, live = state[:, Field.START], state[:, Field.LIVE] != 0
-    position = torch.arange(-block if layout.paired else 0, block, device=state.device) + start[:, None]
-    ids = state[:, layout.tokens]
-    if layout.paired:
-        ids = torch.cat((state[:, layout.before], ids), 1)
-    else:
-        committing = state[:, Field.COMMIT, None] != 0
-        position = torch.where(committing, position - block, position)
-        ids = torch.where(committing, state[:, layout.before], ids)
-    bound = state[:, Field.END, None]
-    real = live[:, None] & (position >= 0) & ((bound == 0) | (position >= start[:, None]))
+    live = state[:, Field.LIVE] != 0
+    waiting = live & (state[:, Field.COMMIT] != 0)
+    order = waiting.cumsum(0)
+    alone = waiting & (order > slots)
+    taken = waiting & ~alone
+    owner = torch.zeros(slots, dtype=torch.int64, device=state.device)
+    found = torch.zeros(slots, dtype=torch.bool, device=state.device)
+    owner[order[taken] - 1] = taken.nonzero()[:, 0]
+    found[order[taken] - 1] = True
+    who = torch.cat((torch.arange(rows, device=state.device), owner))
+    behind = torch.cat((alone, torch.ones_like(found)))[:, None]
+    real = torch.cat((live, found))[:, None]
+
+    asked = state[who]
+    start, bound = asked[:, Field.START, None], asked[:, Field.END, None]
+    position = torch.arange(block, device=state.device) + start - behind * block
+    ids = torch.where(behind, asked[:, layout.before], asked[:, layout.tokens])
+    real = real & (position >= 0) & ((bound == 0) | (position >= start))
     position = torch.where(real, position, 0)
-    table = state[:, layout.table]
-    slots = table.gather(1, position // layout.page_size) * layout.page_size + position % layout.page_size
+    table = asked[:, layout.table]
+    places = table.gather(1, position // layout.page_size) * layout.page_size + position % layout.page_size
     ends = torch.where(bound > 0, bound, (position // block + 1) * block)
-    ends = torch.where(real, ends, 1)
     return Query(
         token_ids=torch.where(real, ids, 0).reshape(-1),
         positions=position.reshape(-1),
-        slots=torch.where(real, slots, layout.scratch * layout.page_size).reshape(-1),
-        visible_end=ends.int().view(rows * layout.query),
+        slots=torch.where(real, places, layout.scratch * layout.page_size).reshape(-1),
+        visible_end=torch.where(real, ends, 1).int().view(-1),
         page_table=table.int(),
+        decides=(live & ~alone).int(),
     )
 
 
+def canvas_wanted(state: Tensor, layout: Layout, decides: Tensor, room: int) -> Wanted:
+    """Give room to the masked positions of the first rows that decide; `decides` is that of the step's query."""
+    rows, block = state.shape[0], layout.block
+    missing = state[:, Field.MISSING] * decides
+    ends = missing.cumsum(0)
+    served = (decides != 0) & (ends <= room)
+    masked = (state[:, layout.masked] != 0) & served[:, None]
+    places = torch.where(masked, (ends - missing)[:, None] + masked.cumsum(-1) - 1, 0)
+    positions = masked.view(-1).nonzero()[:, 0]
+    count = len(positions)
+    sources = torch.zeros(room, dtype=torch.int64, device=state.device)
+    sources[:count] = positions
+    owner, within = positions // block, positions % block
+    temperature = torch.ones(room, dtype=torch.float32, device=state.device)
+    warmth = state[owner, Field.TEMPERATURE].int().view(torch.float32)
+    temperature[:count] = torch.where(warmth == 0, 1.0, warmth)
+    draws = torch.zeros((4, room), dtype=torch.int64, device=state.device)
+    draws[0, :count] = (state[owner, Field.DRAWS] != 0).long()
+    draws[1, :count] = state[owner, Field.SEED]
+    draws[2, :count] = state[owner, Field.START] + within
+    draws[3, :count] = state[owner, Field.STEP]
+    return Wanted(sources, places.int().view(rows * block), served.int(), temperature, draws)
+
+
 def canvas_advance(
-    state: Tensor, layout: Layout, token: Tensor, confidence: Tensor, finite: Tensor, filler_ids: Tensor, mask_id: int
+    state: Tensor,
+    layout: Layout,
+    decides: Tensor,
+    places: Tensor,
+    token: Tensor,
+    confidence: Tensor,
+    finite: Tensor,
+    filler_ids: Tensor,
+    mask_id: int,
 ) -> Tensor:
     """Accept, move every row on in place, and return what was decided: [rows, 3, block] int32.
 
-    token, confidence and finite [rows * block] are proposals for the active blocks, filler_ids [n] int64. The answer's
-    planes are: 1 for accepted, 2 where the logits were not finite; the tokens; the bits of the confidences. A row that
-    is not finite is no longer live.
+    decides [rows] and places [rows * block] int32 are those of `Wanted`, token, confidence and finite [room] the
+    proposals, filler_ids [n] int64. The answer's planes are: 1 for accepted, 2 where the logits were not finite; the
+    tokens; the bits of the confidences; all are 0 where nothing was proposed. A row that decides accepts a position or
+    is not finite, and then no longer live.
     """
     rows, block = state.shape[0], layout.block
-    token, confidence = token.view(rows, block), confidence.view(rows, block)
-    deciding = state[:, Field.LIVE] != 0
-    if not layout.paired:
-        deciding = deciding & (state[:, Field.COMMIT] == 0)
+    deciding = (state[:, Field.LIVE] != 0) & (decides != 0)
     masked = (state[:, layout.masked] != 0) & deciding[:, None]
-    broken = masked & ~finite.view(rows, block)
+    places = places.view(rows, block).long()
+    token = torch.where(masked, token[places], 0)
+    confidence = torch.where(masked, confidence[places], 0.0)
+    broken = masked & ~finite[places]
     fails = broken.any(-1, keepdim=True)
     accepted = _accept(state, masked, token, confidence, filler_ids) & ~fails
     flags = accepted.int() + 2 * broken.int()
@@ -165,10 +222,13 @@ def canvas_advance(
     within = torch.arange(block, device=state.device)
     fresh = start[:, None] + within < state[:, Field.LIMIT, None]
     kept = torch.where(deciding[:, None], left, state[:, layout.masked] != 0)
+    kept = torch.where(done[:, None], fresh, kept).long()
     state[:, layout.before] = torch.where(done[:, None], tokens, state[:, layout.before])
     state[:, layout.tokens] = torch.where(done[:, None], mask_id, tokens)
-    state[:, layout.masked] = torch.where(done[:, None], fresh, kept).long()
+    state[:, layout.masked] = kept
+    state[:, Field.MISSING] = kept.sum(-1)
     state[:, Field.STEP] = torch.where(done, 0, state[:, Field.STEP] + deciding)
+    # A block that was not written before this step is now, by a slot or by the row's own positions.
     state[:, Field.COMMIT] = done.long()
     state[:, Field.LIVE] *= (~fails[:, 0] & (start < state[:, Field.LIMIT])).long()
     state[:, Field.START] = start

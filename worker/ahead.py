@@ -5,11 +5,15 @@ still works on one step's decision, the next one runs already. When its plan com
 device was asked for in its place: what agrees is decided, everything else is put there anew and postponed by one step.
 So the engine stays the only one that says what happens, and whatever it changes its mind about costs one row one step.
 
+How many finished blocks a step can write beside its rows, and for how many masked positions it computes logits, is
+chosen when it is launched, by what the rows are expected to need (`worker.foresight`).
+
 All other rows (chunks of prompts, filters, guides, other strategies) run beside them, by the plain runner.
 """
 
 import struct
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ReadOnly
 from dataclasses import dataclass, field, replace
 from typing import assert_never
@@ -20,12 +24,16 @@ from kernels.canvas import Field, Layout, Rule
 from shared.decoding import Decoding, LowConfidenceDynamic, LowConfidenceStatic, Sequential, Threshold
 from worker.engine.plan import Canvas, Plan, Row
 from worker.engine.ports import Decision
+from worker.foresight import NO_SLOTS, Offer, Prices, at_least, foresee
 from worker.graphs import Answer, StepGraphs
 from worker.models.spec import Attention, Commit, ModelSpec
 from worker.runner import Runner, divisor, is_cut, is_greedy
 
 MAX_ROWS = 256
 """More rows than this are decided by the plain runner."""
+
+_FRESH_SHARE = 0.1
+"""Of each step in the mean number of positions that a row accepts."""
 
 _DeviceRule = Threshold | LowConfidenceStatic | LowConfidenceDynamic | Sequential
 
@@ -73,6 +81,7 @@ def canvas_state(row: Row, layout: Layout) -> list[int] | None:
     # More than a block is missing before it: that is written first, by itself.
     state[Field.COMMIT] = int(canvas.start - row.start == block)
     state[Field.RULE] = rule
+    state[Field.MISSING] = sum(canvas.masked)
     state[Field.THRESHOLD] = _bits(getattr(decoding, "threshold", 0.0))
     state[Field.STEPS] = getattr(decoding, "steps", None) or 0
     state[Field.FILLER_RULES] = int(decoding.filler_rules)
@@ -139,7 +148,8 @@ class _Flight:
     """A step that was launched and not asked for yet."""
 
     answer: Answer
-    paired: bool
+    slots: int
+    room: int
     seats: dict[str, int]
     """Row of the device's state by request."""
     pages: dict[str, tuple[int, ...]]
@@ -150,41 +160,55 @@ class _Flight:
 class AheadRunner:
     """Implements `worker.engine.ports.Forward`."""
 
-    def __init__(self, runner: Runner, graphs: StepGraphs, sizes: ReadOnly[int]) -> None:
-        """`graphs` shares the runner's pages; `sizes` are the numbers of rows that it may have captured."""
+    def __init__(self, runner: Runner, graphs: StepGraphs, sizes: ReadOnly[int], offer: Offer | None = None) -> None:
+        """`graphs` shares the runner's pages; `sizes` are the numbers of rows that steps have, `offer` tells what
+        slots and room they come with."""
         self._runner = runner
         self._graphs = graphs
         self._sizes = sorted(sizes)
         self._layout = graphs.layout
+        commits = runner.model.spec.commit is Commit.FUSED
+        # Where nothing is committed, a step has nothing to do for the block before.
+        offer = offer or (Offer() if commits else NO_SLOTS)
+        self._slots = {size: offer.slots_of(size) for size in self._sizes}
+        self._room = {size: offer.room_of(size, self._layout.block) for size in self._sizes}
+        self._prices: dict[int, Prices] = {}
         self._seats: dict[str, int] = {}
         self._pages: dict[str, tuple[int, ...]] = {}
         self._flight: _Flight | None = None
-        self._paired = dict.fromkeys(self._sizes, graphs.layout.paired)
-        self._times: dict[int, tuple[float | None, float | None]] = {}
+        self._pace = 1.0
+        self._crowded = False
+        """In the step that was read last a row found no room."""
+        self._chosen = Counter[tuple[int, int, int]]()
         self.asked = self.postponed = 0
         """Rows that the device might have decided, and those of them that it did not."""
 
     def capture(self, progress: Progress) -> None:
-        """Capture every size, and choose for each how blocks are committed by what the steps take."""
-        graphs, block = self._graphs, self._layout.block
-        # Where nothing is committed, a step has nothing to do for the block before.
-        ways = (True, False) if self._runner.model.spec.commit is Commit.FUSED else (False,)
-        self._paired = dict.fromkeys(self._sizes, ways[0])
-        kinds = [(size, paired) for size in reversed(self._sizes) for paired in ways]
-        for number, (size, paired) in enumerate(kinds, 1):
-            graphs.capture([size], paired)
-            progress(number, len(kinds))
+        """Capture all steps that may be launched, and learn what they take."""
+        graphs = self._graphs
+        of = sum(len(self._slots[size]) + len(self._room[size]) for size in self._sizes)
+        done = 0
+        for size in reversed(self._sizes):
+            for slots in reversed(self._slots[size]):
+                graphs.capture(size, slots)
+                progress(done := done + 1, of)
+            for room in reversed(self._room[size]):
+                graphs.capture_head(size, room)
+                progress(done := done + 1, of)
         for size in self._sizes:
-            both, one = graphs.measure(size, True), graphs.measure(size, False)
-            self._times[size] = both, one
-            if both is not None and one is not None:
-                # A pass of its own is one more for each block, of some four steps if tokens come in fours.
-                steps = max(2, block // 4)
-                self._paired[size] = both * steps < one * (steps + 1)
+            layers = {slots: graphs.measure(size, slots) for slots in self._slots[size]}
+            head = {room: graphs.measure_head(size, room) for room in self._room[size]}
+            known = Prices(
+                {slots: ms for slots, ms in layers.items() if ms is not None},
+                {room: ms for room, ms in head.items() if ms is not None},
+            )
+            if known.layers and known.head:
+                self._prices[size] = known
 
     def choices(self) -> dict[str, object]:
-        """Return for which numbers of rows a block is committed by the next one's steps, for reports."""
-        return {"paired": [size for size, paired in self._paired.items() if paired], "ms": self._times}
+        """Return what steps were launched, (rows, slots, room): how many, and what the sizes take, for reports."""
+        prices = {size: (dict(each.layers), dict(each.head)) for size, each in self._prices.items()}
+        return {"launched": {str(key): count for key, count in sorted(self._chosen.items())}, "ms": prices}
 
     def __call__(self, plan: Plan) -> Decision:
         rows = len(plan.rows)
@@ -197,11 +221,12 @@ class AheadRunner:
         # First, for it may fail for want of memory, and nothing has changed then.
         self._run_others(plan, set(own), kept, decision)
         self._seat(plan, own, kept, states)
-        following = self._launch({plan.rows[i].request_id: states[i] or [] for i in own if i not in kept})
+        fresh = {plan.rows[i].request_id: states[i] or [] for i in own if i not in kept}
+        following = self._launch(fresh, flight)
         if own and not kept:
             # Nothing of what is under way is asked for: the step that was just launched is the one to wait for.
             flight, kept = following, set(own)
-            following = self._launch({})
+            following = self._launch({}, flight)
         if flight is not None and following is not None:
             self._read(flight, following, plan, own, kept, decision)
         self._flight = following
@@ -286,13 +311,29 @@ class AheadRunner:
     def _size(self, rows: int) -> int:
         return next(size for size in self._sizes if size >= rows)
 
-    def _launch(self, fresh: dict[str, list[int]]) -> _Flight | None:
+    def _launch(self, fresh: dict[str, list[int]], behind: _Flight | None) -> _Flight | None:
+        """Launch a step behind another one; `fresh` are the states of rows that were put there meanwhile."""
         if not self._seats:
             return None
         size = self._size(max(self._seats.values()) + 1)
-        paired = self._paired[size]
-        answer = self._graphs.launch(size, paired)
-        return _Flight(answer, paired, dict(self._seats), dict(self._pages), fresh)
+        slots, room = self._choose(size, fresh, behind)
+        self._chosen[size, slots, room] += 1
+        answer = self._graphs.launch(size, slots, room)
+        return _Flight(answer, slots, room, dict(self._seats), dict(self._pages), fresh)
+
+    def _choose(self, size: int, fresh: dict[str, list[int]], behind: _Flight | None) -> tuple[int, int]:
+        """Return how many slots and how much room the next step gets."""
+        under_way: Iterable[list[int]] = ()
+        slots = room = 0
+        if behind is not None:
+            slots, room = behind.slots, behind.room
+            there = (name for name in self._seats if name not in fresh and name in behind.asked)
+            under_way = [behind.asked[name] for name in sorted(there, key=behind.seats.__getitem__)]
+        need = foresee(under_way, fresh.values(), self._layout.block, slots, room, self._pace)
+        prices = self._prices.get(size)
+        slots = at_least(self._slots[size], need.waiting) if prices is None else prices.slots(size, need.waiting)
+        rooms = self._room[size]
+        return slots, rooms[-1] if self._crowded else at_least(rooms, need.room(slots, self._layout.block))
 
     def _read(
         self, flight: _Flight, following: _Flight, plan: Plan, own: list[int], kept: set[int], decision: Decision
@@ -306,6 +347,8 @@ class AheadRunner:
         for request_id in following.seats:
             if request_id not in following.asked and request_id in flight.seats:
                 following.asked[request_id] = after[flight.seats[request_id]]
+        self._crowded = False
+        accepted = decided = 0
         for index in own:
             row = plan.rows[index]
             lead = self._lead(row)
@@ -313,21 +356,27 @@ class AheadRunner:
                 written = row.start + lead if lead not in (0, self._layout.block) else None
                 decision.postponed[index] = written
                 continue
-            if lead == self._layout.block and not flight.paired:
-                decision.postponed[index] = row.start + lead
-                continue
             seat = flight.seats[row.request_id]
             flag = columns[0][seat]
+            if not any(flag):
+                # No slot: the block before has been written, and that was all. Or no room for what is masked.
+                self._crowded = self._crowded or lead == 0
+                decision.postponed[index] = row.start + lead if lead else None
+                continue
             decision.accepted[index] = [each == 1 for each in flag]
             decision.tokens[index] = columns[1][seat]
             decision.confidence[index] = columns[2][seat]
             if any(each == 2 for each in flag):
                 decision.failed[index] = "the model's logits are not finite"
+            accepted += sum(decision.accepted[index])
+            decided += 1
+        if decided:
+            self._pace += _FRESH_SHARE * (accepted / decided - self._pace)
 
 
-def make_graphs(runner: Runner, max_rows: int, paired: bool = False) -> StepGraphs:
+def make_graphs(runner: Runner, max_rows: int) -> StepGraphs:
     """Return the steps of a model's own block length over the runner's pages."""
     spec, page_size, scratch = runner.model.spec, runner.page_size, runner.num_pages
     width = -(-(spec.max_model_len + 2 * spec.block_length) // page_size)
-    layout = Layout(spec.block_length, width, page_size, scratch, paired)
+    layout = Layout(spec.block_length, width, page_size, scratch)
     return StepGraphs(runner.model, runner.kv, runner.barred, runner.filler_ids, layout, min(max_rows, MAX_ROWS))

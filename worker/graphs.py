@@ -3,11 +3,16 @@
 The canvases live in one tensor (`kernels.canvas`). A step reads its input from there, runs the forward, accepts, moves
 the rows on, and copies its answer to pinned memory behind itself. So a step can be launched while the one before it
 still runs, and the host reads every answer one step late.
+
+A step has two graphs, one behind the other: the layers, by the number of slots for finished blocks, and the head with
+what follows, by the room for masked positions. So any number of the one goes with any of the other.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as ReadOnly
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +23,8 @@ from kernels.canvas import Field, Layout, Query
 from kernels.token_stats import Noise
 from worker.models import LoadedModel
 from worker.models.layers import ForwardContext
+
+Captured = TypeVar("Captured")
 
 _KEPT_ANSWERS = 4
 """Answers that may be waiting to be read; a step's own is overwritten that many steps later."""
@@ -41,10 +48,9 @@ class Answer:
 
 
 class StepGraphs:
-    """The steps of one block length for up to `max_rows` rows, captured for some numbers of rows.
+    """The steps of one block length for up to `max_rows` rows, captured for some numbers of rows, slots and room.
 
-    Row r of the state belongs to whoever put it there. Steps are paired or not as the layout says, unless a call says
-    otherwise. All methods are called from one thread.
+    Row r of the state belongs to whoever put it there. All methods are called from one thread.
     """
 
     def __init__(
@@ -71,52 +77,56 @@ class StepGraphs:
         self._after = torch.zeros(told, dtype=torch.int64, pin_memory=self._on_gpu)
         self._written = [torch.cuda.Event() if self._on_gpu else None for _ in range(_KEPT_ANSWERS)]
         self._launched = 0
-        block = layout.block
-        self._layouts = {paired: replace(layout, paired=paired) for paired in (False, True)}
-        numbers = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
-        self._offsets = {paired: numbers * each.query for paired, each in self._layouts.items()}
-        self._within = torch.arange(block, device=device)
-        self._each = torch.arange(max_rows * block, device=device)
-        self._plain = torch.ones(max_rows * block, device=device)
-        # Of two blocks only the second is decided.
-        self._wanted = (torch.arange(max_rows, device=device)[:, None] * 2 * block + block + self._within).view(-1)
-        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        # What the layers hand to the head.
+        hidden = (max_rows * layout.block, model.spec.hidden_size)
+        self._hidden = torch.zeros(hidden, dtype=model.dtype, device=device)
+        self._decides = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._offsets = torch.arange(2 * max_rows + 1, dtype=torch.int32, device=device) * layout.block
+        self._plain = torch.ones(max_rows * layout.block, device=device)
+        self._layers: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._heads: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._first: torch.cuda.CUDAGraph | None = None
+
+    @property
+    def kept_bytes(self) -> int:
+        """What it holds on the device beside what its steps allocate."""
+        return self.state.nbytes + self._hidden.nbytes
+
+    def capture(self, rows: int, slots: int) -> None:
+        """Capture the layers of a step; the largest first, so that the smaller ones find its memory."""
+        if self._on_gpu:
+            self._layers[rows, slots], _ = self._record(lambda: self._run_layers(rows, slots))
+
+    def capture_head(self, rows: int, room: int) -> None:
+        """Capture the rest of a step."""
+        if self._on_gpu:
+            self._heads[rows, room] = self._record(lambda: self._run_head(rows, room))
 
     @torch.inference_mode()
-    def capture(self, sizes: ReadOnly[int], paired: bool | None = None) -> None:
-        """Capture steps of these numbers of rows, the largest first, so that the smaller ones find its memory."""
-        if not self._on_gpu:
-            return
-        paired = self.layout.paired if paired is None else paired
-        for rows in sorted(sizes, reverse=True):
-            # Before a capture everything runs once: compilers, handles and workspaces are then in place.
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                kept = self.state.clone()
-                self._step(rows, paired)
-                self.state.copy_(kept)
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            pool = next(iter(self._graphs.values()))[0].pool() if self._graphs else None
-            with torch.cuda.graph(graph, pool=pool):
-                answer = self._step(rows, paired)
-            self._graphs[rows, paired] = graph, answer
+    def _record(self, work: Callable[[], Captured]) -> tuple[torch.cuda.CUDAGraph, Captured]:
+        # Before a capture everything runs once: compilers, handles and workspaces are then in place.
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            kept = self.state.clone()
+            work()
+            self.state.copy_(kept)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=None if self._first is None else self._first.pool()):
+            found = work()
+        self._first = self._first or graph
+        return graph, found
 
-    def measure(self, rows: int, paired: bool) -> float | None:
-        """Return the ms that a captured step of resting rows takes; None if it is not captured."""
-        captured = self._graphs.get((rows, paired))
-        if captured is None:
-            return None
-        times: list[float] = []
-        for _ in range(3):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            captured[0].replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end))
-        return median(times)
+    def measure(self, rows: int, slots: int) -> float | None:
+        """Return the ms that the layers take for resting rows; None if they are not captured."""
+        graph = self._layers.get((rows, slots))
+        return None if graph is None else _replay_ms(graph)
+
+    def measure_head(self, rows: int, room: int) -> float | None:
+        """Return the ms that the rest of a step takes; None if it is not captured."""
+        captured = self._heads.get((rows, room))
+        return None if captured is None else _replay_ms(captured[0])
 
     @torch.inference_mode()
     def put(self, row: int, values: ReadOnly[int]) -> None:
@@ -143,15 +153,22 @@ class StepGraphs:
         self.rest(row)
 
     @torch.inference_mode()
-    def launch(self, rows: int, paired: bool | None = None) -> Answer:
-        """Run one step of rows [0, rows); return its answer without waiting for it."""
-        paired = self.layout.paired if paired is None else paired
-        captured = self._graphs.get((rows, paired))
-        if captured is None:
-            answer = self._step(rows, paired)
+    def launch(self, rows: int, slots: int = 0, room: int | None = None) -> Answer:
+        """Run one step of rows [0, rows) with so many slots, and room for so many masked positions or for all.
+
+        Returns its answer without waiting for it.
+        """
+        room = rows * self.layout.block if room is None else room
+        layers, head = self._layers.get((rows, slots)), self._heads.get((rows, room))
+        if layers is None:
+            self._run_layers(rows, slots)
         else:
-            captured[0].replay()
-            answer = captured[1]
+            layers.replay()
+        if head is None:
+            answer = self._run_head(rows, room)
+        else:
+            head[0].replay()
+            answer = head[1]
         place = self._launched % _KEPT_ANSWERS
         self._launched += 1
         values, written = self._answers[place, :rows], self._written[place]
@@ -162,19 +179,32 @@ class StepGraphs:
             written.record()
         return Answer(values, after, written)
 
-    def _step(self, rows: int, paired: bool) -> Tensor:
-        state, layout = self.state[:rows], self._layouts[paired]
-        query = kernels.canvas_query(state, layout)
-        context = ForwardContext(self._plan(rows, query, layout), query.positions, self._kv)
-        wanted = self._wanted[: rows * layout.block] if layout.paired else None
-        hidden = self._model.module.forward(query.token_ids, context, wanted)
-        logits = self._model.module.logits(hidden)
-        temperature, noise = self._draws(state)
-        plain = self._plain[: len(temperature)]
-        found = kernels.token_stats(logits, temperature, self._barred, noise=noise, ranking=plain)
+    def _run_layers(self, rows: int, slots: int) -> None:
+        """Run the forward of the rows' positions and the slots'; keep what the head needs."""
+        query = kernels.canvas_query(self.state[:rows], self.layout, slots)
+        context = ForwardContext(self._plan(rows + slots, query), query.positions, self._kv)
+        own = rows * self.layout.block
+        self._hidden[:own].copy_(self._model.module.forward(query.token_ids, context)[:own])
+        self._decides[:rows].copy_(query.decides)
+
+    def _run_head(self, rows: int, room: int) -> Tensor:
+        """Propose, accept and move the rows on; return the answer."""
+        state, layout = self.state[:rows], self.layout
+        wanted = kernels.canvas_wanted(state, layout, self._decides[:rows], room)
+        logits = self._model.module.logits(self._hidden.index_select(0, wanted.sources))
+        drawn, seed, position, step = wanted.draws.unbind()
+        found = kernels.token_stats(
+            logits,
+            wanted.temperature,
+            self._barred,
+            noise=Noise(None, seed, position, step, drawn != 0),
+            ranking=self._plain[:room],
+        )
         return kernels.canvas_advance(
             state,
             layout,
+            wanted.decides,
+            wanted.places,
             found.token,
             found.confidence,
             found.finite,
@@ -182,43 +212,38 @@ class StepGraphs:
             self._model.spec.mask_token_id,
         )
 
-    def _draws(self, state: Tensor) -> tuple[Tensor, Noise]:
-        """Return how the positions of the active blocks are drawn: [rows * block] each."""
-        count = state.shape[0] * self.layout.block
-        warmth = state[:, Field.TEMPERATURE].int().view(torch.float32)
-        warmth = torch.where(warmth == 0, 1.0, warmth)
-
-        def spread(values: Tensor) -> Tensor:
-            return values[:, None].expand(-1, self.layout.block).reshape(count).contiguous()
-
-        noise = Noise(
-            rows=self._each[:count],
-            seed=spread(state[:, Field.SEED]),
-            position=(state[:, Field.START, None] + self._within).view(count),
-            step=spread(state[:, Field.STEP]),
-            drawn=spread(state[:, Field.DRAWS]) != 0,
-        )
-        return spread(warmth), noise
-
-    def _plan(self, rows: int, query: Query, layout: Layout) -> AttentionPlan:
+    def _plan(self, asks: int, query: Query) -> AttentionPlan:
+        layout = self.layout
         if not self._on_gpu:
-            return _reference_plan(query, rows, layout, self._model.dtype)
-        tokens, reach = rows * layout.query, layout.pages * layout.page_size
+            return _reference_plan(query, asks, layout, self._model.dtype)
+        tokens, reach = asks * layout.block, layout.pages * layout.page_size
         return AttentionPlan(
             slots=query.slots,
-            row_offsets=self._offsets[layout.paired][: rows + 1],
+            row_offsets=self._offsets[: asks + 1],
             visible_end=query.visible_end,
             page_table=query.page_table,
             # The kernel needs no more of its groups than the longest query.
-            groups=(RowGroup(slice(0, tokens), slice(0, 0), rows, layout.query, reach, None),),
+            groups=(RowGroup(slice(0, tokens), slice(0, 0), asks, layout.block, reach, None),),
         )
 
 
-def _reference_plan(query: Query, rows: int, layout: Layout, dtype: torch.dtype) -> AttentionPlan:
+def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:
+    times: list[float] = []
+    for _ in range(3):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return median(times)
+
+
+def _reference_plan(query: Query, asks: int, layout: Layout, dtype: torch.dtype) -> AttentionPlan:
     """Return a plan with the groups that the reference needs, which are facts on the host."""
-    ends = query.visible_end.view(rows, -1).tolist()
+    ends = query.visible_end.view(asks, -1).tolist()
     plan = plan_attention(
-        query.positions.view(rows, -1)[:, 0].tolist(),
+        query.positions.view(asks, -1)[:, 0].tolist(),
         ends,
         query.page_table.tolist(),
         layout.page_size,

@@ -48,8 +48,8 @@ def _measure(model: LoadedModel, limits: BatchLimits, tokens: int, page_size: in
         return 0, plan
     rows = min(limits.max_rows, MAX_ROWS)
     graphs = make_graphs(runner, rows)
-    steps = _peak(model.device, lambda: (graphs.launch(rows, paired=True), graphs.launch(rows, paired=False)))
-    return steps + graphs.state.nbytes, plan
+    steps = _peak(model.device, lambda: graphs.launch(rows, rows))
+    return steps + graphs.kept_bytes, plan
 
 
 def _peak(device: torch.device, work: Callable[[], object]) -> int:

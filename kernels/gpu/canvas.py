@@ -1,11 +1,12 @@
-"""Twins of `kernels.canvas`: a program a row, so that a step begins and ends with one small kernel each."""
+"""Twins of `kernels.canvas`: a program a row, so that a step begins with one small kernel and ends with
+two."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.canvas import Field, Layout, Query, Rule
+from kernels.canvas import Field, Layout, Query, Rule, Wanted
 from kernels.gpu.overlap import overlap_options, wait_for_inputs
 
 _FIELDS = tl.constexpr(len(Field))
@@ -18,47 +19,56 @@ _RULE = tl.constexpr(int(Field.RULE))
 _THRESHOLD = tl.constexpr(int(Field.THRESHOLD))
 _STEPS = tl.constexpr(int(Field.STEPS))
 _FILLER_RULES = tl.constexpr(int(Field.FILLER_RULES))
+_DRAWS = tl.constexpr(int(Field.DRAWS))
+_SEED = tl.constexpr(int(Field.SEED))
+_TEMPERATURE = tl.constexpr(int(Field.TEMPERATURE))
 _END = tl.constexpr(int(Field.END))
+_MISSING = tl.constexpr(int(Field.MISSING))
 _STATIC = tl.constexpr(int(Rule.STATIC))
 _DYNAMIC = tl.constexpr(int(Rule.DYNAMIC))
 _DYNAMIC_LEFTMOST = tl.constexpr(int(Rule.DYNAMIC_LEFTMOST))
 _SEQUENTIAL = tl.constexpr(int(Rule.SEQUENTIAL))
 
 
-def canvas_query(state: Tensor, layout: Layout) -> Query:
+def canvas_query(state: Tensor, layout: Layout, slots: int) -> Query:
     rows, width = state.shape
     if width != layout.width or state.stride(1) != 1:
         raise ValueError(f"state {list(state.shape)} does not go with a layout of {layout.width} columns")
-    tokens, device = rows * layout.query, state.device
+    asks, device = rows + slots, state.device
+    tokens = asks * layout.block
+    decides = torch.empty(asks, dtype=torch.int32, device=device)
     query = Query(
         token_ids=torch.empty(tokens, dtype=torch.int64, device=device),
         positions=torch.empty(tokens, dtype=torch.int64, device=device),
         slots=torch.empty(tokens, dtype=torch.int64, device=device),
         visible_end=torch.empty(tokens, dtype=torch.int32, device=device),
-        page_table=torch.empty((rows, layout.pages), dtype=torch.int32, device=device),
+        page_table=torch.empty((asks, layout.pages), dtype=torch.int32, device=device),
+        decides=decides[:rows],
     )
-    _ask[(rows,)](
+    _ask[(asks,)](
         state,
         query.token_ids,
         query.positions,
         query.slots,
         query.visible_end,
         query.page_table,
+        decides,
         state.stride(0),
+        rows,
+        slots,
         layout.pages,
         layout.scratch * layout.page_size,
         BLOCK=layout.block,
-        QUERY=layout.query,
         PAGE=layout.page_size,
-        PAIRED=layout.paired,
-        BLOCK_Q=triton.next_power_of_2(layout.query),
+        BLOCK_S=triton.next_power_of_2(layout.block),
+        BLOCK_R=triton.next_power_of_2(rows),
         num_warps=1,
         **overlap_options(device),
     )
     return query
 
 
-@triton.jit(do_not_specialize=["pages", "scratch"])
+@triton.jit(do_not_specialize=["rows", "slots", "pages", "scratch"])
 def _ask(
     state_ptr,
     ids_ptr,
@@ -66,57 +76,163 @@ def _ask(
     slots_ptr,
     ends_ptr,
     table_ptr,
+    decides_ptr,
     stride,
+    rows,
+    slots,
     pages,
     scratch,
     BLOCK: tl.constexpr,
-    QUERY: tl.constexpr,
     PAGE: tl.constexpr,
-    PAIRED: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    i = tl.arange(0, BLOCK_Q)
-    inside = i < QUERY
+    ask = tl.program_id(0)
+    i = tl.arange(0, BLOCK_S)
+    r = tl.arange(0, BLOCK_R)
+    inside = i < BLOCK
     wait_for_inputs(OVERLAP)
+    all_live = tl.load(state_ptr + r.to(tl.int64) * stride + _LIVE, mask=r < rows, other=0) != 0
+    waiting = all_live & (tl.load(state_ptr + r.to(tl.int64) * stride + _COMMIT, mask=r < rows, other=0) != 0)
+    order = tl.cumsum(waiting.to(tl.int32), 0)
+    # The row that this program asks for; a slot's owner is the one that comes in its place among those that wait.
+    mine = ((ask < rows) & (r == ask)) | ((ask >= rows) & waiting & (order == ask - rows + 1))
+    row = tl.sum(tl.where(mine, r, 0), 0)
+    live = tl.max((mine & all_live).to(tl.int32), 0)
+    alone = tl.max((mine & waiting & (order > slots)).to(tl.int32), 0)
+    before = tl.where(ask < rows, alone, 1)
+
     state = state_ptr + row.to(tl.int64) * stride
     lists = state + _FIELDS
-    # A flag of the row is spread over its positions before it is compared: the interpreter has no masks of scalars.
-    live = tl.load(state + _LIVE) + 0 * i != 0
     start = tl.load(state + _START)
-    if PAIRED:
-        position = start + i - BLOCK
-        column = tl.where(i < BLOCK, 2 * BLOCK + i, i - BLOCK)
-    else:
-        committing = tl.load(state + _COMMIT) != 0
-        position = start + i - tl.where(committing, BLOCK, 0)
-        column = i + tl.where(committing, 2 * BLOCK, 0)
+    # A flag of the row is spread over its positions before it is compared: the interpreter has no masks of scalars.
+    position = start + i - before * BLOCK
+    column = i + before * (2 * BLOCK)
     bound = tl.load(state + _END) + 0 * i
-    real = live & (position >= 0) & inside & ((bound == 0) | (position >= start))
+    real = (live + 0 * i != 0) & (position >= 0) & inside & ((bound == 0) | (position >= start))
     position = tl.where(real, position, 0)
     page = tl.load(lists + 3 * BLOCK + position // PAGE, mask=real, other=0)
-    place = row * QUERY + i
+    place = ask * BLOCK + i
     ends = tl.where(bound > 0, bound, (position // BLOCK + 1) * BLOCK)
     tl.store(ids_ptr + place, tl.load(lists + column, mask=real, other=0), mask=inside)
     tl.store(positions_ptr + place, position, mask=inside)
     tl.store(slots_ptr + place, tl.where(real, page * PAGE + position % PAGE, scratch), mask=inside)
     tl.store(ends_ptr + place, tl.where(real, ends, 1).to(tl.int32), mask=inside)
-    for first in range(0, pages, BLOCK_Q):
+    tl.store(decides_ptr + ask, live * (1 - alone))
+    for first in range(0, pages, BLOCK_S):
         number = first + i
         page = tl.load(lists + 3 * BLOCK + number, mask=number < pages, other=0)
-        tl.store(table_ptr + row.to(tl.int64) * pages + number, page.to(tl.int32), mask=number < pages)
+        tl.store(table_ptr + ask.to(tl.int64) * pages + number, page.to(tl.int32), mask=number < pages)
+
+
+def canvas_wanted(state: Tensor, layout: Layout, decides: Tensor, room: int) -> Wanted:
+    rows, width = state.shape
+    if width != layout.width or decides.shape != (rows,):
+        raise ValueError(f"state {list(state.shape)} and {decides.shape[0]} rows do not go with the layout")
+    device = state.device
+    wanted = Wanted(
+        sources=torch.empty(room, dtype=torch.int64, device=device),
+        places=torch.empty(rows * layout.block, dtype=torch.int32, device=device),
+        decides=torch.empty(rows, dtype=torch.int32, device=device),
+        temperature=torch.empty(room, dtype=torch.float32, device=device),
+        draws=torch.empty((4, room), dtype=torch.int64, device=device),
+    )
+    _want[(rows,)](
+        state,
+        decides,
+        wanted.sources,
+        wanted.places,
+        wanted.decides,
+        wanted.temperature,
+        wanted.draws,
+        state.stride(0),
+        rows,
+        room,
+        BLOCK=layout.block,
+        BLOCK_S=triton.next_power_of_2(layout.block),
+        BLOCK_R=triton.next_power_of_2(rows),
+        num_warps=1,
+        **overlap_options(device),
+    )
+    return wanted
+
+
+@triton.jit(do_not_specialize=["rows", "room"])
+def _want(
+    state_ptr,
+    decides_ptr,
+    sources_ptr,
+    places_ptr,
+    served_ptr,
+    temperature_ptr,
+    draws_ptr,
+    stride,
+    rows,
+    room,
+    BLOCK: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    row = tl.program_id(0)
+    i = tl.arange(0, BLOCK_S)
+    r = tl.arange(0, BLOCK_R)
+    inside = i < BLOCK
+    wait_for_inputs(OVERLAP)
+    decides = tl.load(decides_ptr + r, mask=r < rows, other=0)
+    missing = tl.load(state_ptr + r.to(tl.int64) * stride + _MISSING, mask=r < rows, other=0).to(tl.int32) * decides
+    ends = tl.cumsum(missing, 0)
+    used = tl.max(tl.where(ends <= room, ends, 0), 0)
+    end = tl.sum(tl.where(r == row, ends, 0), 0)
+    served = tl.sum(tl.where((r == row) & (ends <= room), decides, 0), 0)
+    first = end - tl.sum(tl.where(r == row, missing, 0), 0)
+
+    state = state_ptr + row.to(tl.int64) * stride
+    masked = (tl.load(state + _FIELDS + BLOCK + i, mask=inside, other=0) != 0) & (served + 0 * i != 0)
+    place = tl.where(masked, first + tl.cumsum(masked.to(tl.int32), 0) - 1, 0)
+    warmth = tl.load(state + _TEMPERATURE).to(tl.int32).to(tl.float32, bitcast=True)
+    tl.store(places_ptr + row * BLOCK + i, place, mask=inside)
+    tl.store(served_ptr + row, served)
+    tl.store(sources_ptr + place, (row * BLOCK + i).to(tl.int64), mask=masked)
+    tl.store(temperature_ptr + place, tl.where(warmth == 0, 1.0, warmth) + 0.0 * i, mask=masked)
+    drawn = (tl.load(state + _DRAWS) != 0).to(tl.int64)
+    tl.store(draws_ptr + place, drawn + 0 * i, mask=masked)
+    tl.store(draws_ptr + room + place, tl.load(state + _SEED) + 0 * i, mask=masked)
+    tl.store(draws_ptr + 2 * room + place, tl.load(state + _START) + i, mask=masked)
+    tl.store(draws_ptr + 3 * room + place, tl.load(state + _STEP) + 0 * i, mask=masked)
+    # What is left of the room is filled by all programs in turn.
+    nothing = tl.zeros((BLOCK_S,), tl.int64)
+    for begin in range(used + row * BLOCK_S, room, rows * BLOCK_S):
+        place = begin + i
+        free = place < room
+        tl.store(sources_ptr + place, nothing, mask=free)
+        tl.store(temperature_ptr + place, nothing.to(tl.float32) + 1.0, mask=free)
+        tl.store(draws_ptr + place, nothing, mask=free)
+        tl.store(draws_ptr + room + place, nothing, mask=free)
+        tl.store(draws_ptr + 2 * room + place, nothing, mask=free)
+        tl.store(draws_ptr + 3 * room + place, nothing, mask=free)
 
 
 def canvas_advance(
-    state: Tensor, layout: Layout, token: Tensor, confidence: Tensor, finite: Tensor, filler_ids: Tensor, mask_id: int
+    state: Tensor,
+    layout: Layout,
+    decides: Tensor,
+    places: Tensor,
+    token: Tensor,
+    confidence: Tensor,
+    finite: Tensor,
+    filler_ids: Tensor,
+    mask_id: int,
 ) -> Tensor:
     rows, width = state.shape
-    if width != layout.width or token.shape != (rows * layout.block,):
-        raise ValueError(f"state {list(state.shape)} and {token.shape[0]} proposals do not go with the layout")
+    if width != layout.width or places.shape != (rows * layout.block,):
+        raise ValueError(f"state {list(state.shape)} and {places.shape[0]} positions do not go with the layout")
     answer = torch.empty((rows, 3, layout.block), dtype=torch.int32, device=state.device)
     _advance[(rows,)](
         state,
+        decides,
+        places,
         token,
         confidence,
         finite,
@@ -126,7 +242,6 @@ def canvas_advance(
         mask_id,
         filler_ids.shape[0],
         BLOCK=layout.block,
-        PAIRED=layout.paired,
         BLOCK_S=triton.next_power_of_2(layout.block),
         num_warps=1,
         **overlap_options(state.device),
@@ -137,6 +252,8 @@ def canvas_advance(
 @triton.jit(do_not_specialize=["mask_id", "fillers"])
 def _advance(
     state_ptr,
+    decides_ptr,
+    places_ptr,
     token_ptr,
     confidence_ptr,
     finite_ptr,
@@ -146,7 +263,6 @@ def _advance(
     mask_id,
     fillers,
     BLOCK: tl.constexpr,
-    PAIRED: tl.constexpr,
     BLOCK_S: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -164,16 +280,14 @@ def _advance(
     tau = tl.load(state + _THRESHOLD).to(tl.int32).to(tl.float32, bitcast=True)
     steps = tl.load(state + _STEPS)
     ruled = (tl.load(state + _FILLER_RULES) != 0) & (rule != _SEQUENTIAL)
-    if PAIRED:
-        deciding = live != 0
-    else:
-        deciding = (live != 0) & (tl.load(state + _COMMIT) == 0)
+    deciding = (live != 0) & (tl.load(decides_ptr + row) != 0)
 
-    token = tl.load(token_ptr + row * BLOCK + i, mask=inside, other=0)
-    confidence = tl.load(confidence_ptr + row * BLOCK + i, mask=inside, other=0.0)
-    finite = tl.load(finite_ptr + row * BLOCK + i, mask=inside, other=1)
     was = tl.load(lists + BLOCK + i, mask=inside, other=0) != 0
-    masked = was & deciding
+    masked = was & (deciding.to(tl.int32) + 0 * i != 0)
+    place = tl.load(places_ptr + row * BLOCK + i, mask=masked, other=0)
+    token = tl.load(token_ptr + place, mask=masked, other=0)
+    confidence = tl.load(confidence_ptr + place, mask=masked, other=0.0)
+    finite = tl.load(finite_ptr + place, mask=masked, other=1)
     broken = masked & (finite == 0)
     fails = tl.max(broken.to(tl.int32), 0) != 0
 
@@ -220,7 +334,9 @@ def _advance(
     tl.debug_barrier()
     tl.store(lists + 2 * BLOCK + i, tokens, mask=inside & (done.to(tl.int32) + 0 * i != 0))
     tl.store(lists + i, tl.where(done, mask_id, tokens), mask=inside)
-    tl.store(lists + BLOCK + i, tl.where(done, start + i < limit, kept).to(tl.int64), mask=inside)
+    kept = tl.where(done, start + i < limit, kept) & inside
+    tl.store(lists + BLOCK + i, kept.to(tl.int64), mask=inside)
+    tl.store(state + _MISSING, tl.sum(kept.to(tl.int64), 0))
     tl.store(state + _STEP, tl.where(done, 0, step + deciding.to(tl.int64)))
     tl.store(state + _COMMIT, done.to(tl.int64))
     tl.store(state + _LIVE, live * ((fails == 0) & (start < limit)).to(tl.int64))

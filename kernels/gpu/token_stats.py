@@ -93,12 +93,13 @@ def _propose(
             num_warps=16,
         )
     noises = None
-    if noise is not None and noise.rows.numel():
+    if noise is not None and noise.seed.numel():
         # [4, rows]: whether the row draws, and the three words of its key.
-        noises = torch.zeros((4, rows), dtype=torch.int64, device=device)
         drawn = torch.ones_like(noise.seed) if noise.drawn is None else noise.drawn.to(torch.int64)
-        words = torch.stack((drawn, noise.seed, noise.position, noise.step))
-        noises.index_copy_(1, noise.rows, words)
+        noises = torch.stack((drawn, noise.seed, noise.position, noise.step))
+        if noise.rows is not None:
+            words, noises = noises, torch.zeros((4, rows), dtype=torch.int64, device=device)
+            noises.index_copy_(1, noise.rows, words)
 
     splits = max(1, min(_PARTS, triton.cdiv(_PROGRAMS, rows), triton.cdiv(vocab, _BLOCK)))
     share = triton.cdiv(triton.cdiv(vocab, splits), _BLOCK) * _BLOCK

@@ -108,9 +108,9 @@ def _ahead(runner: Runner, runs: Sequence[Run]) -> Forward:
     if not goes_ahead(spec):
         return runner
     runner.model = replace(runner.model, spec=spec)
-    graphs = make_graphs(runner, 64, paired=True)
-    graphs.capture([1, 16])
-    return AheadRunner(runner, graphs, [1, 16])
+    leader = AheadRunner(runner, make_graphs(runner, 64), [1, 16])
+    leader.capture(lambda done, of: None)
+    return leader
 
 
 def run(engine: Engine, arrivals: Sequence[Sequence[Generate]]) -> dict[str, tuple[list[int], int]]:

@@ -20,6 +20,7 @@ from worker.engine.engine import Engine
 from worker.engine.plan import Canvas, Plan, Row
 from worker.engine.ports import Arrival, Decision, Forward, Inbox
 from worker.engine.scheduler import BatchLimits, CacheShape
+from worker.foresight import Offer
 from worker.models import LoadedModel, load_model
 from worker.models.spec import Attention, Commit
 from worker.runner import Runner
@@ -35,11 +36,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return replace(loaded, spec=replace(loaded.spec, max_model_len=MAX_LEN))
 
 
-def make_ahead(model: LoadedModel, num_pages: int, max_rows: int, paired: bool) -> AheadRunner:
+OFFERS = {
+    "chosen": Offer(whole=0),
+    "no slots": Offer(slots=(0,)),
+    "a slot for each": Offer(slots=(1,)),
+    "too few slots, too little room": Offer(slots=(1 / 6,), room=(1 / 4,), whole=0),
+}
+
+
+def make_ahead(model: LoadedModel, num_pages: int, max_rows: int, offer: str | None = None) -> AheadRunner:
     runner = Runner(model, num_pages, PAGE, DEVICE)
-    graphs, sizes = make_graphs(runner, max_rows, paired), bucket_sizes(max_rows)
-    graphs.capture(sizes)
-    return AheadRunner(runner, graphs, sizes)
+    forward = AheadRunner(runner, make_graphs(runner, max_rows), bucket_sizes(max_rows), OFFERS.get(offer or ""))
+    forward.capture(lambda done, of: None)
+    return forward
 
 
 def make_engine(
@@ -122,24 +131,24 @@ def waves_of(requests: Sequence[Generate], draw: random.Random) -> list[list[Gen
     return waves
 
 
-@pytest.mark.parametrize("paired", [True, False])
+@pytest.mark.parametrize("offer", OFFERS)
 @pytest.mark.parametrize("seed", range(4))
-def test_a_mixed_load_gets_the_tokens_of_the_plain_runner(model, paired, seed):
+def test_a_mixed_load_gets_the_tokens_of_the_plain_runner(model, offer, seed):
     draw = random.Random(seed)
     waves = waves_of([a_request(number, draw) for number in range(14)], draw)
     plain = make_engine(model, Runner(model, 96, PAGE, DEVICE), 96, 6, ahead=False)
-    ahead = make_engine(model, make_ahead(model, 96, 6, paired), 96, 6)
+    ahead = make_engine(model, make_ahead(model, 96, 6, offer), 96, 6)
     assert run(ahead, waves) == run(plain, waves)
 
 
-@pytest.mark.parametrize("paired", [True, False])
+@pytest.mark.parametrize("offer", OFFERS)
 @pytest.mark.parametrize("num_pages", [18, 24, 40])
-def test_preemption_and_aborts_change_nobody_elses_tokens(model, paired, num_pages):
+def test_preemption_and_aborts_change_nobody_elses_tokens(model, offer, num_pages):
     draw = random.Random(num_pages)
     requests = [a_request(number, draw, LowConfidenceStatic(steps=2)) for number in range(16)]
     waves, aborts = waves_of(requests, draw), {9: "g-3", 14: "g-5", 20: "g-6", 25: "g-9"}
     plain = run(make_engine(model, Runner(model, 96, PAGE, DEVICE), 96, 16, ahead=False), waves)
-    engine = make_engine(model, make_ahead(model, num_pages, 16, paired), num_pages, 16)
+    engine = make_engine(model, make_ahead(model, num_pages, 16, offer), num_pages, 16)
     found = run(engine, waves, aborts)
     gone = {name for name, (_, detail, _) in found.items() if detail == "aborted"}
     assert {name: end for name, end in found.items() if name not in gone} == {
@@ -161,7 +170,7 @@ def test_blocks_of_a_dual_cache_get_the_tokens_of_the_plain_runner(model, seed):
     dual = replace(model, spec=spec)
     waves = waves_of([a_request(number, draw, LowConfidenceStatic(steps=4)) for number in range(8)], draw)
     plain = make_engine(dual, Runner(dual, 96, PAGE, DEVICE), 96, 6, 256, ahead=False)
-    forward = make_ahead(dual, 96, 6, paired=False)
+    forward = make_ahead(dual, 96, 6)
     assert run(make_engine(dual, forward, 96, 6, 256), waves) == run(plain, waves)
     assert forward.asked > forward.postponed > 0
 
@@ -171,7 +180,7 @@ def test_rows_that_share_too_small_a_budget_all_come_to_an_end(model, budget):
     draw = random.Random(budget)
     requests = [a_request(number, draw, LowConfidenceStatic(steps=2)) for number in range(12)]
     plain = run(make_engine(model, Runner(model, 96, PAGE, DEVICE), 96, 12, ahead=False), [requests])
-    assert run(make_engine(model, make_ahead(model, 96, 12, False), 96, 12, budget), [requests]) == plain
+    assert run(make_engine(model, make_ahead(model, 96, 12), 96, 12, budget), [requests]) == plain
 
 
 def test_rows_in_steady_state_are_never_postponed(model):
@@ -186,7 +195,7 @@ def test_rows_in_steady_state_are_never_postponed(model):
         )
         for number in range(1, 5)
     ]
-    forward = make_ahead(model, 96, 4, paired=True)
+    forward = make_ahead(model, 96, 4)
     run(make_engine(model, forward, 96, 4), [requests])
     assert forward.postponed == 0
     assert forward.asked == 4 * 20
@@ -194,13 +203,13 @@ def test_rows_in_steady_state_are_never_postponed(model):
 
 def test_the_next_step_is_under_way_before_the_engine_hears_of_the_last_one(model):
     runner = Runner(model, 96, PAGE, DEVICE)
-    graphs = make_graphs(runner, 1, paired=True)
+    graphs = make_graphs(runner, 1)
     launched = Counter[str]()
     original = graphs.launch
 
-    def launch(rows: int, paired: bool | None = None):
+    def launch(rows: int, slots: int = 0, room: int | None = None):
         launched["steps"] += 1
-        return original(rows, paired)
+        return original(rows, slots, room)
 
     graphs.launch = launch
     forward = AheadRunner(runner, graphs, [1])
@@ -220,9 +229,9 @@ def test_the_next_step_is_under_way_before_the_engine_hears_of_the_last_one(mode
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="only a GPU can be waited for")
-@pytest.mark.parametrize("paired", [True, False])
-def test_neither_prompts_nor_steps_wait_for_the_device_but_at_the_answer(model, paired):
-    forward = make_ahead(model, 96, 4, paired)
+@pytest.mark.parametrize("offer", OFFERS)
+def test_neither_prompts_nor_steps_wait_for_the_device_but_at_the_answer(model, offer):
+    forward = make_ahead(model, 96, 4, offer)
 
     def strict(plan: Plan) -> Decision:
         torch.cuda.set_sync_debug_mode("error")

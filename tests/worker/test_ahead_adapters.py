@@ -22,6 +22,7 @@ from worker.ahead import AheadRunner, bucket_sizes, make_graphs
 from worker.engine.engine import Engine
 from worker.engine.ports import Arrival, Forward, Inbox
 from worker.engine.scheduler import BatchLimits, CacheShape
+from worker.foresight import Offer
 from worker.models import LoadedModel, load_model
 from worker.models.fp8 import quantize
 from worker.runner import Runner
@@ -65,9 +66,9 @@ def told(events: list[Event]) -> tuple[list[int], str | None]:
     return [token for event in events if isinstance(event, Delta) for token in event.token_ids], end.embedding
 
 
-@pytest.mark.parametrize("paired", [True, False])
+@pytest.mark.parametrize("slots", [0, 1])
 def test_adapters_and_embeddings_beside_rows_that_the_device_leads(
-    model: LoadedModel, fox: Adapter, paired: bool
+    model: LoadedModel, fox: Adapter, slots: int
 ) -> None:
     shelf = Shelf({FOX.digest: fox})
     limits = Limits(max_tokens=14, ignore_eos=True)
@@ -79,7 +80,7 @@ def test_adapters_and_embeddings_beside_rows_that_the_device_leads(
         Generate(id="foxes", model="m", prompt=PROMPT, embed=True, lora=(FOX,)),
     ]
     runner = Runner(model, PAGES, PAGE, adapters=shelf)
-    leader = AheadRunner(runner, make_graphs(runner, ROWS, paired), bucket_sizes(ROWS))
+    leader = AheadRunner(runner, make_graphs(runner, ROWS), bucket_sizes(ROWS), Offer(slots=(slots,)))
 
     led = run(model, leader, asked, ahead=True)
     plain = run(model, Runner(model, PAGES, PAGE, adapters=shelf), asked, ahead=False)

@@ -68,13 +68,14 @@ def _decode_alone(model: LoadedModel, prompt: list[int], count: int) -> list[int
 
 @torch.inference_mode()
 def _decode_together(
-    model: LoadedModel, prompts: list[list[int]], count: int, paired: bool, late: bool
+    model: LoadedModel, prompts: list[list[int]], count: int, slots: int, room: int, late: bool
 ) -> list[list[int]]:
     width, rows = 6, len(prompts)
-    layout = Layout(BLOCK, width, PAGE, scratch=rows * width, paired=paired)
+    layout = Layout(BLOCK, width, PAGE, scratch=rows * width)
     kv = _pages(model, rows * width + 1)
     graphs = StepGraphs(model, kv, _barred(model), torch.tensor([], dtype=torch.int64, device=DEVICE), layout, rows + 1)
-    graphs.capture([rows + 1])
+    graphs.capture(rows + 1, slots)
+    graphs.capture_head(rows + 1, room)
     order = torch.randperm(rows * width, generator=torch.Generator().manual_seed(1)).view(rows, width).tolist()
     text: list[list[int]] = []
     for row, prompt in enumerate(prompts):
@@ -89,6 +90,7 @@ def _decode_together(
         values[Field.RULE], values[Field.STEPS] = Rule.STATIC, STEPS
         values[layout.tokens] = prompt[start:] + [model.spec.mask_token_id] * (BLOCK - decided)
         values[layout.masked] = [0] * decided + [int(p < limit) for p in range(len(prompt), start + BLOCK)]
+        values[Field.MISSING] = sum(values[layout.masked])
         values[layout.before] = prompt[start - BLOCK : start] if start else [0] * BLOCK
         values[layout.table] = order[row]
         graphs.put(row, values)
@@ -98,13 +100,13 @@ def _decode_together(
     missing = [
         sum(len(p) <= q < len(p) + count for q in range(s, s + BLOCK)) for p, s in zip(prompts, starts, strict=True)
     ]
-    waiting = [graphs.launch(rows + 1)]
+    waiting = [graphs.launch(rows + 1, slots, room)]
     for _ in range(200):
         if late:
-            waiting.append(graphs.launch(rows + 1))
+            waiting.append(graphs.launch(rows + 1, slots, room))
         flags, tokens, _ = waiting.pop(0).read().unbind(1)
         if not late:
-            waiting.append(graphs.launch(rows + 1))
+            waiting.append(graphs.launch(rows + 1, slots, room))
         for row, prompt in enumerate(prompts):
             for place in (flags[row] == 1).nonzero()[:, 0].tolist():
                 text[row][starts[row] + place - len(prompt)] = int(tokens[row, place])
@@ -117,19 +119,20 @@ def _decode_together(
     raise AssertionError(f"not finished: {text}")
 
 
-@pytest.mark.parametrize("paired", [True, False])
+@pytest.mark.parametrize("slots", [0, 1, 5])
+@pytest.mark.parametrize("room", [BLOCK, 2 * BLOCK + 1, 5 * BLOCK])
 @pytest.mark.parametrize("late", [True, False])
-def test_rows_on_the_device_decode_what_a_loop_without_cache_decodes(model, paired, late):
+def test_rows_on_the_device_decode_what_a_loop_without_cache_decodes(model, slots, room, late):
     expected = [_decode_alone(model, prompt, 11) for prompt in PROMPTS]
-    assert _decode_together(model, PROMPTS, 11, paired, late) == expected
+    assert _decode_together(model, PROMPTS, 11, slots, room, late) == expected
 
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs exist on a GPU only")
 
 
-def _resting(model: LoadedModel, rows: int, paired: bool) -> StepGraphs:
+def _resting(model: LoadedModel, rows: int) -> StepGraphs:
     """Return rows with an empty cache, each at the start of its third block."""
-    layout = Layout(BLOCK, 6, PAGE, scratch=rows * 6, paired=paired)
+    layout = Layout(BLOCK, 6, PAGE, scratch=rows * 6)
     nothing = torch.tensor([], dtype=torch.int64, device=DEVICE)
     graphs = StepGraphs(model, _pages(model, rows * 6 + 1), _barred(model), nothing, layout, rows)
     for row in range(rows):
@@ -137,6 +140,7 @@ def _resting(model: LoadedModel, rows: int, paired: bool) -> StepGraphs:
         values[Field.LIVE], values[Field.START], values[Field.LIMIT] = 1, 2 * BLOCK, 5 * BLOCK
         values[Field.RULE], values[Field.STEPS] = Rule.STATIC, STEPS
         values[layout.tokens], values[layout.masked] = [model.spec.mask_token_id] * BLOCK, [1] * BLOCK
+        values[Field.MISSING], values[Field.COMMIT] = BLOCK, 1
         values[layout.before] = [row + 1] * BLOCK
         values[layout.table] = range(6 * row, 6 * row + 6)
         graphs.put(row, values)
@@ -145,29 +149,32 @@ def _resting(model: LoadedModel, rows: int, paired: bool) -> StepGraphs:
 
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize("paired", [True, False])
+@pytest.mark.parametrize("slots", [0, 2, 5])
+@pytest.mark.parametrize("room", [2 * BLOCK, 5 * BLOCK])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_replayed_graph_does_what_the_step_does_op_by_op(model, paired, dtype, tmp_path):
+def test_a_replayed_graph_does_what_the_step_does_op_by_op(model, slots, room, dtype, tmp_path):
     narrow = load_model(write_tiny_model(tmp_path / "model"), device=DEVICE, dtype=dtype)
-    eager, replayed = _resting(narrow, 5, paired), _resting(narrow, 5, paired)
-    replayed.capture([5])
+    eager, replayed = _resting(narrow, 5), _resting(narrow, 5)
+    replayed.capture(5, slots)
+    replayed.capture_head(5, room)
     for _ in range(9):
-        assert torch.equal(eager.launch(5).read(), replayed.launch(5).read())
+        assert torch.equal(eager.launch(5, slots, room).read(), replayed.launch(5, slots, room).read())
         assert torch.equal(eager.state, replayed.state)
 
 
 @pytest.mark.gpu
 @on_gpu
 def test_no_step_waits_for_the_device(model):
-    graphs = _resting(model, 3, True)
-    graphs.capture([3])
+    graphs = _resting(model, 3)
+    graphs.capture(3, 2)
+    graphs.capture_head(3, 3 * BLOCK)
     state = graphs.state[0].tolist()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        answers = [graphs.launch(3) for _ in range(3)]
+        answers = [graphs.launch(3, 2) for _ in range(3)]
         graphs.put(0, state)
-        answers.append(graphs.launch(3))
+        answers.append(graphs.launch(3, 2))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(int(answer.read()[:, 0].sum()) > 0 for answer in answers)

@@ -45,8 +45,8 @@ def main() -> None:
                 _sdar(model, shape, ceilings, report)
             elif shape is LLADA2_MINI:
                 for rows in (1, 8, 32, 64):
-                    for paired in {rows <= 8, False}:
-                        _steps(model, shape, ceilings, report, rows, 32, 4, paired)
+                    for slots in {rows <= 8, False}:
+                        _steps(model, shape, ceilings, report, rows, 32, 4, slots)
                 bench_prefill(model, shape, report, rows=1, tokens=CONTEXT)
             elif shape is LLADA_8B:
                 for rows in (1, 8):
@@ -58,12 +58,12 @@ def main() -> None:
 
 def _sdar(model: LoadedModel, shape: Shape, ceilings: Ceilings, report: Report) -> None:
     for rows in (1, 8, 32, 64):
-        for paired in (False, True) if rows == 1 else (False,):
-            _steps(model, shape, ceilings, report, rows, 32, 4, paired)
+        for slots in (False, True) if rows == 1 else (False,):
+            _steps(model, shape, ceilings, report, rows, 32, 4, slots)
         bench_baseline(model, shape, report, rows=rows, block=32, context=CONTEXT, cached=True)
     for rows in (1, 8, 32, 64):
-        for paired in (True, False):
-            _steps(model, shape, ceilings, report, rows, 4, 2, paired)
+        for slots in (True, False):
+            _steps(model, shape, ceilings, report, rows, 4, 2, slots)
     bench_baseline(model, shape, report, rows=1, block=32, context=CONTEXT, cached=False)
     bench_prefill(model, shape, report, rows=1, tokens=CONTEXT)
     bench_prefill(model, shape, report, rows=8, tokens=CONTEXT)
@@ -77,7 +77,7 @@ def _steps(
     rows: int,
     block: int,
     per_step: int,
-    paired: bool,
+    slots: bool,
 ) -> None:
     bench_steps(
         model,
@@ -88,7 +88,7 @@ def _steps(
         block=block,
         per_step=per_step,
         context=CONTEXT,
-        paired=paired,
+        slots=slots,
         profiled=block == 32,
     )
     gc.collect()

@@ -30,13 +30,13 @@ def main(folder: Path) -> None:
         batches = range(1, 65)
         roof = [n * per_step / max(shape.floor_ms(n, block, _CONTEXT, *DATASHEET)) * 1e3 for n in batches]
         panel.plot(batches, roof, color="0.6", label="roofline: 3.35 TB/s, 790 TFLOP/s")
-        for commit, style in (("own pass", "o-"), ("paired", "s--")):
+        for commits, style in ((("own pass",), "o-"), (("paired", "slots"), "s--")):
             best: dict[int, float] = {}
             for row in steps:
-                if (row["model"], row["block"], row["commit"]) == (name, block, commit):
+                if (row["model"], row["block"]) == (name, block) and row["commit"] in commits:
                     best[row["rows"]] = max(best.get(row["rows"], 0.0), row["tokens_s"])
             if best:
-                label = "Diffleet, block committed " + ("by its own pass" if commit == "own pass" else "with the next")
+                label = "Diffleet, block committed " + ("with the next" if "slots" in commits else "by its own pass")
                 panel.plot(*zip(*sorted(best.items()), strict=True), style, label=label)
         for weights, label in (("stored", "Diffleet's engine"), ("fp8", "Diffleet's engine, weights of 8 bits")):
             best = {}

@@ -34,15 +34,15 @@ def bench_steps(
     block: int,
     per_step: int,
     context: int,
-    paired: bool,
+    slots: bool,
     produce: int = 256,
     profiled: bool = False,
 ) -> float:
     """Measure one step alone and the loop with the host; return the step's ms."""
     torch.cuda.reset_peak_memory_stats()
-    loop = _Loop(model, shape, rows, block, block // per_step, context, produce, paired)
+    loop = _Loop(model, shape, rows, block, block // per_step, context, produce, slots)
     began = time.perf_counter()
-    loop.graphs.capture([rows])
+    loop.capture()
     torch.cuda.synchronize()
     captured = time.perf_counter() - began
     ms = loop.step_ms()
@@ -57,7 +57,7 @@ def bench_steps(
             "block": block,
             "per_step": per_step,
             "rows": rows,
-            "commit": "paired" if paired else "own pass",
+            "commit": "slots" if slots else "own pass",
             "step_ms": ms,
             "floor_ms": floor,
             "ratio": ms / floor,
@@ -82,7 +82,7 @@ def _profile(loop: "_Loop") -> dict[str, object]:
     count = 4
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for _ in range(count):
-            loop.graphs.launch(loop.rows)
+            loop.graphs.launch(loop.rows, 0)
         torch.cuda.synchronize()
     events = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)
     return {
@@ -105,12 +105,12 @@ class _Loop:
         steps: int,
         context: int,
         produce: int,
-        paired: bool,
+        slots: bool,
     ) -> None:
         device = model.device
         self.rows, self.block, self.context, self.produce = rows, block, context, produce
         width = -(-(context + produce + 2 * block) // PAGE)
-        layout = Layout(block, width, PAGE, scratch=rows * width, paired=paired)
+        layout = Layout(block, width, PAGE, scratch=rows * width)
         layer = shape.layer
         size = (2, shape.layers, rows * width + 1, PAGE, layer.num_kv_heads, layer.head_dim)
         keys, values = torch.randn(size, device=device, dtype=model.dtype)
@@ -119,31 +119,55 @@ class _Loop:
         nothing = torch.zeros(0, dtype=torch.int64, device=device)
         self.graphs = StepGraphs(model, tuple(zip(keys, values, strict=True)), barred, nothing, layout, rows)
         pages = torch.randperm(rows * width).view(rows, width).tolist()
+        self._steps = steps
+        self._slots = slots
         self._states = []
         for numbers in pages:
             state = [0] * layout.width
             state[Field.LIVE], state[Field.START], state[Field.LIMIT] = 1, context, context + produce + block
             state[Field.RULE], state[Field.STEPS] = Rule.STATIC, steps
+            state[Field.MISSING] = block
             state[layout.tokens] = [model.spec.mask_token_id] * block
             state[layout.masked] = [1] * block
             state[layout.before] = torch.randint(0, 1000, (block,)).tolist()
             state[layout.table] = numbers
             self._states.append(state)
 
+    def capture(self) -> None:
+        for slots in (self.rows, 0) if self._slots else (0,):
+            self.graphs.capture(self.rows, slots)
+        for step in range(self._steps):
+            self.graphs.capture_head(self.rows, self._room(step))
+
+    def _room(self, step: int) -> int:
+        """Return how many positions are masked before a step, of rows that all began together."""
+        return self.rows * (self.block - self.block // self._steps * step)
+
+    def _launch(self, number: int) -> Answer:
+        """Launch the step of that number; a block has one more where it is written by a pass of its own."""
+        if self._slots:
+            step = number % self._steps
+            return self.graphs.launch(self.rows, self.rows if number and not step else 0, self._room(step))
+        step = number % (self._steps + 1)
+        return self.graphs.launch(self.rows, 0, self._room(min(step, self._steps - 1)))
+
     def reset(self) -> None:
         for row, state in enumerate(self._states):
             self.graphs.put(row, state)
 
-    def step_ms(self, count: int = 16) -> float:
+    def step_ms(self) -> float:
+        """Return the mean over a few blocks, ms."""
         self.reset()
-        self.graphs.launch(self.rows)
+        period = self._steps if self._slots else self._steps + 1
+        for number in range(period):
+            self._launch(number)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        for _ in range(count):
-            self.graphs.launch(self.rows)
+        for number in range(period, 3 * period):
+            self._launch(number)
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) / count
+        return start.elapsed_time(end) / (2 * period)
 
     def decode(self) -> tuple[float, int, int]:
         """Return (seconds, steps, tokens) until every row has produced its tokens."""
@@ -152,9 +176,9 @@ class _Loop:
         torch.cuda.synchronize()
         began = time.perf_counter()
         steps = 1
-        waiting: Answer = self.graphs.launch(self.rows)
+        waiting: Answer = self._launch(0)
         while min(map(len, texts)) < self.produce:
-            following = self.graphs.launch(self.rows)
+            following = self._launch(steps)
             flags, tokens, _ = waiting.read().unbind(1)
             for text, take, proposed in zip(texts, flags.tolist(), tokens.tolist(), strict=True):
                 text.extend(token for token, flag in zip(proposed, take, strict=True) if flag == 1)
@@ -224,6 +248,4 @@ def bench_prefill(model: LoadedModel, shape: Shape, report: Report, *, rows: int
 def bench_dual_cache(model: LoadedModel, shape: Shape, ceilings: Ceilings, report: Report, *, rows: int) -> None:
     """LLaDA: at each block's start the whole canvas, whose logits are the first step, then seven steps of the block."""
     bench_prefill(model, shape, report, rows=rows, tokens=1280)
-    bench_steps(
-        model, shape, ceilings, report, rows=rows, block=32, per_step=4, context=1248, paired=False, produce=128
-    )
+    bench_steps(model, shape, ceilings, report, rows=rows, block=32, per_step=4, context=1248, slots=False, produce=128)
