@@ -30,6 +30,7 @@ from worker.metrics import Metrics
 log = logging.getLogger(__name__)
 
 _IDLE_WAIT_MS = 1000
+_PORTIONS = 8
 _UNSUPPORTED_DELAY_MS = 5000
 _UNABLE_DELAY_MS = 500
 _MOST_UNABLE = 3
@@ -50,6 +51,16 @@ class Pace:
     abort_poll_s: float
     preview_s: float
     """Least time between previews of one request."""
+
+    def portion(self, held: int) -> int:
+        """Return how many requests to take at once, at most.
+
+        A worker with requests takes more in small portions, a poll apart: of a burst, workers that run nothing get
+        their part, and who is alone fills up within eight polls. An empty one takes all, for suspects of a crash are
+        tried in groups.
+        """
+        room = max(0, self.slots - held)
+        return room if not held else min(room, max(1, self.slots // _PORTIONS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +257,7 @@ class Bridge:
     async def _claim(self, queue: WorkerQueue) -> None:
         backoff = Backoff()
         while self._taking:
-            room = 0 if self._waiting else self._pace.slots - len(self._held)
+            room = 0 if self._waiting else self._pace.portion(len(self._held))
             if room <= 0:
                 self._room.clear()
                 await _wait(self._room, 1.0)
@@ -262,7 +273,7 @@ class Bridge:
             self._metrics.show_malformed(queue.dropped)
             for claim in claims:
                 self._admit(claim)
-            if self._held and not claims:
+            if self._held:
                 await _wait(self._quit, self._pace.claim_poll_s)
         if self._loads:
             await asyncio.wait(self._loads)
