@@ -6,7 +6,9 @@ from kernels.canvas import canvas_query as _canvas_query
 from kernels.canvas import canvas_wanted as _canvas_wanted
 from kernels.dispatch import Op, twin
 from kernels.fp8 import fp8_linear as _fp8_linear
-from kernels.fp8 import fp8_mlp as _fp8_mlp
+from kernels.fp8 import fp8_product as _fp8_product
+from kernels.fp8 import rms_norm_fp8 as _rms_norm_fp8
+from kernels.fp8 import swiglu_fp8 as _swiglu_fp8
 from kernels.kv_write import kv_write as _kv_write
 from kernels.linear import gated_linear as _gated_linear
 from kernels.linear import linear as _linear
@@ -26,17 +28,19 @@ canvas_query = Op(_canvas_query, twin("canvas", "canvas_query"))
 canvas_wanted = Op(_canvas_wanted, twin("canvas", "canvas_wanted"))
 experts = Op(_experts, twin("moe", "experts"))
 fp8_linear = Op(_fp8_linear, twin("fp8", "fp8_linear"))
-fp8_mlp = Op(_fp8_mlp, twin("fp8", "fp8_mlp"))
+fp8_product = Op(_fp8_product, twin("fp8", "fp8_product"))
 gated_linear = Op(_gated_linear, twin("linear", "gated_linear"))
 kv_write = Op(_kv_write, twin("kv_write", "kv_write"))
 linear = Op(_linear, twin("linear", "linear"))
 lora = Op(_lora, twin("lora", "lora"))
 lora_swiglu = Op(_lora_swiglu, twin("lora", "lora_swiglu"))
 rms_norm = Op(_rms_norm, twin("rms_norm", "rms_norm"))
+rms_norm_fp8 = Op(_rms_norm_fp8, twin("fp8", "rms_norm_fp8"))
 rope = Op(_rope, twin("rope", "rope"))
 rope_write = Op(_rope_write, twin("rope", "rope_write"))
 route = Op(_route, twin("moe", "route"))
 swiglu = Op(_swiglu, twin("swiglu", "swiglu"))
+swiglu_fp8 = Op(_swiglu_fp8, twin("fp8", "swiglu_fp8"))
 token_stats = Op(_token_stats, twin("token_stats", "token_stats"))
 
 OPS = {
@@ -46,16 +50,18 @@ OPS = {
     "canvas_wanted": canvas_wanted,
     "experts": experts,
     "fp8_linear": fp8_linear,
-    "fp8_mlp": fp8_mlp,
+    "fp8_product": fp8_product,
     "gated_linear": gated_linear,
     "kv_write": kv_write,
     "linear": linear,
     "lora": lora,
     "lora_swiglu": lora_swiglu,
     "rms_norm": rms_norm,
+    "rms_norm_fp8": rms_norm_fp8,
     "rope": rope,
     "rope_write": rope_write,
     "route": route,
     "swiglu": swiglu,
+    "swiglu_fp8": swiglu_fp8,
     "token_stats": token_stats,
 }

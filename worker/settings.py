@@ -29,6 +29,10 @@ class WorkerSettings(ServiceSettings):
         default="stored",
         description="fp8: the layers' products run on weights of 8 bits, made at load with a scale for each output.",
     )
+    head: Literal["stored", "fp8"] = Field(
+        default="stored",
+        description="fp8: the vocabulary head too runs on weights of 8 bits, made at load with a scale for each token.",
+    )
     threads: int = Field(
         default=0, ge=0, le=1024, description="Threads of CPU arithmetic; 0: all cores but one, which serves the queue."
     )

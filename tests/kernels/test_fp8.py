@@ -4,15 +4,26 @@ import pytest
 import torch
 
 import kernels
-from kernels.fp8 import FP8, FP8_MAX, fp8_linear, fp8_mlp, quantize_rows
+from kernels.fp8 import (
+    BLOCK,
+    FP8,
+    FP8_MAX,
+    dequantize,
+    fp8_linear,
+    fp8_product,
+    quantize_rows,
+    rms_norm_fp8,
+    swiglu_fp8,
+)
 from kernels.linear import linear
+from kernels.rms_norm import rms_norm
 from kernels.swiglu import swiglu
 from tests.fleet.models import write_tiny_model
 from tests.kernels.gpu_cases import DEVICE, ON_GPU, normal, relative_error
 from worker.assembly import assemble
 from worker.models import load_model
 from worker.models.fp8 import quantize
-from worker.models.layers import Decoder, Linear
+from worker.models.layers import Decoder, Linear, block_scales
 from worker.settings import WorkerSettings
 
 pytest.importorskip("triton")
@@ -45,14 +56,70 @@ def test_a_row_is_rounded_to_four_bits_under_its_own_scale(dtype):
 
 
 @pytest.mark.parametrize("tokens, inputs", [(1, 64), (5, 300), (3, 1025)] + ([(1024, 12288)] if ON_GPU else []))
-@pytest.mark.parametrize("gated", [False, True])
-def test_rows_are_quantized_by_the_twin_as_by_the_reference(tokens, inputs, gated):
-    x = normal(tokens, 2 * inputs if gated else inputs, dtype=torch.float32, seed=2)
-    ours, scale = kernels.gpu.fp8._quantize(x, gated=gated)
-    values, expected = quantize_rows(swiglu(x) if gated else x)
-    assert torch.allclose(scale, expected, rtol=1e-6)
+@pytest.mark.parametrize("made_by", ["rows", "gate", "norm", "norm of a sum"])
+@pytest.mark.parametrize("group", [0, BLOCK])
+def test_rows_are_quantized_by_the_twin_as_by_the_reference(tokens, inputs, made_by, group):
+    x = normal(tokens, 2 * inputs if made_by == "gate" else inputs, dtype=torch.float32, seed=2)
+    total = expected_total = None
+    if made_by == "rows":
+        ours, expected = kernels.gpu.fp8.quantize_rows(x, group), quantize_rows(x, group)
+    elif made_by == "gate":
+        ours, expected = kernels.gpu.fp8.swiglu_fp8(x, group), swiglu_fp8(x, group)
+    else:
+        weight = normal(inputs, dtype=torch.float32, seed=10)
+        residual = normal(tokens, inputs, dtype=torch.float32, seed=11) if made_by == "norm of a sum" else None
+        ours, total = kernels.gpu.fp8.rms_norm_fp8(x, weight, 1e-6, residual, group)
+        expected, expected_total = rms_norm_fp8(x, weight, 1e-6, residual, group)
+        assert torch.equal(total, expected_total)
+    assert ours.values.shape == (tokens, inputs)
+    assert ours.scale.shape == expected.scale.shape
+    assert torch.allclose(ours.scale, expected.scale, rtol=1e-5)
     # On the border between two values a quotient may fall to either side; the interpreter cuts instead of rounding.
-    assert relative_error(ours.float(), values.float()) < (2e-3 if ON_GPU else 2 * ROUNDING)
+    assert relative_error(ours.values.float(), expected.values.float()) < (2e-3 if ON_GPU else 2 * ROUNDING)
+
+
+@pytest.mark.parametrize("inputs", [64, 128, 300])
+def test_each_group_of_a_row_has_a_scale_of_its_own(inputs):
+    x = normal(5, inputs, dtype=torch.float32, seed=12)
+    x[:, :100] *= 1e4
+    values, scale = quantize_rows(x, BLOCK)
+    assert scale.shape == (5, -(-inputs // BLOCK))
+    back = values.float() * scale.repeat_interleave(BLOCK, 1)[:, :inputs]
+    assert bool(((back - x).abs() <= x.abs() * ROUNDING + scale.repeat_interleave(BLOCK, 1)[:, :inputs] * 2**-9).all())
+
+
+def test_the_quantized_norm_and_gate_are_the_plain_ones_quantized():
+    x, weight = normal(3, 96, dtype=torch.float32, seed=13), normal(96, dtype=torch.float32, seed=14)
+    small, total = rms_norm_fp8(x, weight, 1e-6, x)
+    normed, expected = rms_norm(x, weight, 1e-6, x)
+    assert torch.equal(total, expected)
+    assert relative_error(small.values.float() * small.scale, normed) < ROUNDING
+    gated = swiglu_fp8(x)
+    assert relative_error(gated.values.float() * gated.scale, swiglu(x)) < ROUNDING
+
+
+@pytest.mark.parametrize("outputs, inputs", [(256, 128), (200, 300)])
+def test_a_product_of_blocks_is_the_product_of_what_they_stand_for(outputs, inputs):
+    """To the last bits with the rounded tokens; against the exact ones, off by the tokens' rounding."""
+    x, weight, scale = normal(7, inputs, dtype=torch.float32, seed=15), *_blocks(outputs, inputs)
+    truth = dequantize(weight, scale, torch.float32)
+    for row in range(0, outputs, BLOCK):
+        for column in range(0, inputs, BLOCK):
+            part = (slice(row, row + BLOCK), slice(column, column + BLOCK))
+            assert torch.equal(truth[part], weight[part].float() * scale[row // BLOCK, column // BLOCK])
+    small = quantize_rows(x, BLOCK)
+    rounded = small.values.float() * small.scale.repeat_interleave(BLOCK, 1)[:, :inputs]
+    bias = normal(outputs, dtype=torch.float32, seed=16)
+    assert relative_error(fp8_linear(x, weight, scale, bias), linear(rounded, truth, bias)) < 1e-6
+    assert relative_error(fp8_linear(x, weight, scale, bias), linear(x, truth, bias)) < ROUNDING
+
+
+def _blocks(outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a weight and the scales of its blocks, orders of magnitude apart, laid out as they are loaded."""
+    wide = normal(outputs, inputs, dtype=torch.float32, seed=17)
+    scale = block_scales(outputs, inputs, device=DEVICE)
+    scale.copy_(normal(*scale.shape, dtype=torch.float32, seed=18).exp())
+    return (wide / wide.abs().max() * FP8_MAX).to(FP8), scale
 
 
 @pytest.mark.gpu
@@ -67,8 +134,22 @@ def test_products_on_the_gpu_are_those_of_the_reference(tokens, dtype, bias):
     offset = normal(2 * 768, dtype=dtype, seed=6) if bias else None
     ours = kernels.gpu.fp8.fp8_linear(x, gate_up, gate_scale[:, 0], offset)
     assert relative_error(ours, fp8_linear(x, gate_up, gate_scale[:, 0], offset)) < 6e-3
-    arguments = (x, gate_up, gate_scale[:, 0].contiguous(), down, down_scale[:, 0].contiguous())
-    assert relative_error(kernels.gpu.fp8.fp8_mlp(*arguments), fp8_mlp(*arguments)) < 3e-2
+    wide = fp8_linear(x, gate_up, gate_scale[:, 0])
+    small = kernels.gpu.fp8.swiglu_fp8(wide)
+    ours = kernels.gpu.fp8.fp8_product(*small, down, down_scale[:, 0].contiguous(), None, dtype)
+    assert relative_error(ours, fp8_product(*swiglu_fp8(wide), down, down_scale[:, 0], None, dtype)) < 6e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="the product is PyTorch's own, for GPUs")
+@pytest.mark.parametrize("tokens", [1, 5, 33, 1024])
+@pytest.mark.parametrize("outputs, inputs", [(256, 512), (200, 384), (384, 300)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_of_blocks_on_the_gpu_are_those_of_the_reference(tokens, outputs, inputs, bias):
+    x, weight, scale = normal(tokens, inputs, dtype=torch.bfloat16, seed=19), *_blocks(outputs, inputs)
+    offset = normal(outputs, dtype=torch.bfloat16, seed=20) if bias else None
+    ours = kernels.gpu.fp8.fp8_linear(x, weight, scale, offset)
+    assert relative_error(ours, fp8_linear(x, weight, scale, offset)) < 6e-3
 
 
 def test_a_product_is_off_by_no_more_than_its_roundings():

@@ -1,17 +1,19 @@
 """Weights of 8 bits, made when a model is loaded."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from kernels.fp8 import quantize_rows
+from kernels.fp8 import FP8, quantize_rows
 from worker.models.layers import Decoder, Linear
 
 _MULTIPLE = 16
 """Columns and rows of a product come in so many."""
+_ROWS_AT_ONCE = 16_384
+"""A head is quantized in parts: in float32 it would take four times its room."""
 
 
 def quantize(module: nn.Module) -> int:
-    """Turn the linears of a decoder's layers into e4m3, in place; return how many.
+    """Turn the linears of a decoder's layers into e4m3, in place; return how many are.
 
     Embedding, head, norms, routers and experts stay as they are, and so do linears whose sides are no multiple of 16.
     """
@@ -19,12 +21,42 @@ def quantize(module: nn.Module) -> int:
     if not isinstance(module, Decoder):
         return count
     for linear in module.modules():
-        if not isinstance(linear, Linear) or any(side % _MULTIPLE for side in linear.weight.shape):
+        if not isinstance(linear, Linear) or not _fits(linear.weight):
             continue
-        weight, scale = quantize_rows(linear.weight)
-        linear.weight = nn.Parameter(weight, requires_grad=False)
-        linear.scale = nn.Parameter(scale[:, 0].contiguous(), requires_grad=False)
+        if linear.scale is None:
+            weight, scale = quantize_rows(linear.weight)
+            linear.weight = nn.Parameter(weight, requires_grad=False)
+            linear.scale = nn.Parameter(scale[:, 0].contiguous(), requires_grad=False)
         count += 1
+    _tidy()
+    return count
+
+
+def quantize_head(module: nn.Module) -> bool:
+    """Turn the vocabulary head of a decoder into e4m3; return whether it is.
+
+    Where it is tied to the embedding, that one stays, so that the head takes room of its own.
+    """
+    if not isinstance(module, Decoder) or not _fits(module.head):
+        return False
+    if module.head_scale is None:
+        head = module.head
+        values = torch.empty(head.shape, dtype=FP8, device=head.device)
+        scale = torch.empty(head.shape[0], dtype=torch.float32, device=head.device)
+        for first in range(0, head.shape[0], _ROWS_AT_ONCE):
+            part = slice(first, first + _ROWS_AT_ONCE)
+            quantized = quantize_rows(head[part])
+            values[part], scale[part] = quantized.values, quantized.scale[:, 0]
+        module.head = nn.Parameter(values, requires_grad=False)
+        module.head_scale = nn.Parameter(scale, requires_grad=False)
+        _tidy()
+    return True
+
+
+def _fits(weight: Tensor) -> bool:
+    return all(side % _MULTIPLE == 0 for side in weight.shape)
+
+
+def _tidy() -> None:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return count

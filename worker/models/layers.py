@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import kernels
 from kernels.attention import AttentionPlan
+from kernels.fp8 import BLOCK, Quantized, group_of
 from kernels.lora import Assignment, Factors
 from kernels.moe import Router
 from kernels.rope import rope_tables
@@ -111,6 +112,16 @@ def empty_parameter(*shape: int, device: torch.device, dtype: torch.dtype) -> nn
     return nn.Parameter(torch.empty(shape, device=device, dtype=dtype), requires_grad=False)
 
 
+def block_scales(outputs: int, inputs: int, *, device: torch.device) -> nn.Parameter:
+    """Return room for the scales of a weight's blocks, [outputs / 128, inputs / 128] float32 rounded up.
+
+    Its rows are 16 bytes apart, or a multiple of it, as the product on the device wants them.
+    """
+    columns = -(-inputs // BLOCK)
+    padded = torch.empty((-(-outputs // BLOCK), -(-columns // 4) * 4), device=device, dtype=torch.float32)
+    return nn.Parameter(padded[:, :columns], requires_grad=False)
+
+
 class Linear(nn.Module):
     """y = x W^T + b; several projections of the same input are stacked by rows."""
 
@@ -119,7 +130,7 @@ class Linear(nn.Module):
         self.weight = empty_parameter(outputs, inputs, device=device, dtype=dtype)
         self.bias = empty_parameter(outputs, device=device, dtype=dtype) if bias else None
         self.scale: nn.Parameter | None = None
-        """[outputs] float32 beside a weight of 8 bits; see `worker.models.fp8`."""
+        """Beside a weight of 8 bits: [outputs] float32, or one for each block; see `kernels.fp8.fp8_product`."""
         self.pieces: dict[str, tuple[int, int]] = {}
         """Rows [first, end) of each projection, by the checkpoint's name of its module: where adapters go."""
 
@@ -129,6 +140,15 @@ class Linear(nn.Module):
         else:
             y = kernels.fp8_linear(x, self.weight, self.scale, self.bias)
         return y if context is None or context.lora is None else context.lora.add(self, x, y)
+
+    def takes_quantized(self, context: ForwardContext | None) -> bool:
+        """Tell whether the input may be quantized where it is made: nothing else reads it."""
+        return self.scale is not None and (context is None or context.lora is None)
+
+    def product(self, x: Quantized, dtype: torch.dtype) -> Tensor:
+        """Return what `forward` does for an input that is quantized already as `scale` asks for."""
+        assert self.scale is not None
+        return kernels.fp8_product(x.values, x.scale, self.weight, self.scale, self.bias, dtype)
 
 
 class Norm(nn.Module):
@@ -141,6 +161,11 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return kernels.rms_norm(x, self.weight, self.eps, residual)
+
+    def quantized(self, x: Tensor, residual: Tensor | None, reader: Linear) -> tuple[Quantized, Tensor]:
+        """Return the normed tokens as a linear with weights of 8 bits reads them, and the sum."""
+        assert reader.scale is not None
+        return kernels.rms_norm_fp8(x, self.weight, self.eps, residual, group_of(reader.scale))
 
 
 class Rotary(nn.Module):
@@ -182,16 +207,18 @@ class Attention(nn.Module):
             empty_parameter(heads + kv_heads, shape.head_dim, device=device, dtype=dtype) if shape.head_norm else None
         )
 
-    def forward(self, x: Tensor, rotation: Rotation, context: ForwardContext) -> Tensor:
+    def forward(self, x: Tensor | Quantized, rotation: Rotation, context: ForwardContext) -> Tensor:
         heads, kv_heads = self.shape.num_heads, self.shape.num_kv_heads
-        qkv = self.qkv.forward(x, context).view(x.shape[0], heads + 2 * kv_heads, self.shape.head_dim)
+        projected = self.qkv.forward(x, context) if isinstance(x, Tensor) else self.qkv.product(x, rotation.cos.dtype)
+        tokens = projected.shape[0]
+        qkv = projected.view(tokens, heads + 2 * kv_heads, self.shape.head_dim)
         k_pages, v_pages = context.kv[self.layer]
         slots = context.attention.slots
         q = kernels.rope_write(qkv, rotation.cos, rotation.sin, self.head_norm, self.shape.eps, k_pages, v_pages, slots)
         if rotation.query is not None:
             q = q * rotation.query
         mixed = kernels.attention(q, k_pages, v_pages, context.attention, self.scale)
-        return self.out.forward(mixed.reshape(x.shape[0], -1), context)
+        return self.out.forward(mixed.reshape(tokens, -1), context)
 
 
 class GatedMLP(nn.Module):
@@ -204,12 +231,20 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor, context: ForwardContext | None = None) -> Tensor:
         if context is None or context.lora is None:
-            gate, down = self.gate_up.scale, self.down.scale
-            if gate is not None and down is not None:
-                return kernels.fp8_mlp(x, self.gate_up.weight, gate, self.down.weight, down)
-            return self.down.forward(kernels.gated_linear(x, self.gate_up.weight))
+            if self.gate_up.scale is None:
+                return self.down.forward(kernels.gated_linear(x, self.gate_up.weight))
+            return self._down(self.gate_up.forward(x))
         gated = context.lora.gated(self.gate_up, x, self.gate_up.forward(x))
         return self.down.forward(gated, context)
+
+    def quantized(self, x: Quantized, dtype: torch.dtype) -> Tensor:
+        """Return what `forward` does for tokens that are quantized already as `gate_up` reads them."""
+        return self._down(self.gate_up.product(x, dtype))
+
+    def _down(self, gate_up: Tensor) -> Tensor:
+        if self.down.scale is None:
+            return self.down.forward(kernels.swiglu(gate_up))
+        return self.down.product(kernels.swiglu_fp8(gate_up, group_of(self.down.scale)), gate_up.dtype)
 
 
 class MoeMLP(nn.Module):
@@ -255,8 +290,15 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None, rotation: Rotation, context: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        normed, residual = self.attention_norm.forward(x, residual)
+        qkv = self.attention.qkv
+        if qkv.takes_quantized(context):
+            normed, residual = self.attention_norm.quantized(x, residual, qkv)
+        else:
+            normed, residual = self.attention_norm.forward(x, residual)
         attended = self.attention.forward(normed, rotation, context)
+        if isinstance(self.mlp, GatedMLP) and self.mlp.gate_up.takes_quantized(context):
+            small, residual = self.mlp_norm.quantized(attended, residual, self.mlp.gate_up)
+            return self.mlp.quantized(small, attended.dtype), residual
         normed, residual = self.mlp_norm.forward(attended, residual)
         return self.mlp.forward(normed, context), residual
 
@@ -284,6 +326,8 @@ class Decoder(nn.Module):
         self.head = (
             self.embedding if tied else empty_parameter(vocab_size, shape.hidden_size, device=device, dtype=dtype)
         )
+        self.head_scale: nn.Parameter | None = None
+        """[vocab_size] float32 beside a head of 8 bits."""
 
     def forward(self, token_ids: Tensor, context: ForwardContext, wanted: Tensor | None = None) -> Tensor:
         """Write the keys and values of token_ids [tokens]; return hidden states [wanted or tokens, hidden]."""
@@ -299,4 +343,6 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return [n, vocab] for the hidden states [n, hidden]."""
-        return kernels.linear(hidden, self.head)
+        if self.head_scale is None:
+            return kernels.linear(hidden, self.head)
+        return kernels.fp8_linear(hidden, self.head, self.head_scale)

@@ -36,7 +36,7 @@ from worker.engine.ports import Arrival, Decision, Inbox
 from worker.engine.scheduler import BatchLimits, CacheShape
 from worker.memory import step_bytes
 from worker.models import LoadedModel
-from worker.models.fp8 import quantize
+from worker.models.fp8 import quantize, quantize_head
 from worker.models.layers import Decoder
 from worker.models.spec import Attention, Commit
 from worker.runners import make_runner
@@ -373,6 +373,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--weights", default="stored", choices=("stored", "fp8"))
+    parser.add_argument("--head", default="stored", choices=("stored", "fp8"))
     parser.add_argument("--plain", action="store_true", help="beside it the runner that does not go ahead")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
@@ -380,7 +381,7 @@ def main() -> None:
     with (Path(os.environ.get("OUT", ".")) / "serving.jsonl").open("a") as file:
 
         def report(row: dict[str, object]) -> None:
-            row = {"model": arguments.model, "weights": arguments.weights, **row}
+            row = {"model": arguments.model, "weights": arguments.weights, "head": arguments.head, **row}
             file.write(json.dumps(row) + "\n")
             file.flush()
             print({key: round(v, 3) if isinstance(v, float) else v for key, v in row.items()}, flush=True)
@@ -394,6 +395,9 @@ def main() -> None:
                 if arguments.weights == "fp8":
                     assert isinstance(model.module, Decoder)
                     quantize(model.module)
+                if arguments.head == "fp8":
+                    assert isinstance(model.module, Decoder)
+                    quantize_head(model.module)
             for what in alone:
                 if what == "engine":
                     for each in rows:
