@@ -4,8 +4,9 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
 
 import httpx
 import orjson
@@ -41,7 +42,7 @@ class Range:
 @dataclass(frozen=True, slots=True)
 class Load:
     """One point of a sweep. With `rate` None, `concurrency` callers ask one request after the other; else requests
-    arrive by themselves, `rate` a second, after exponential pauses, and at most `concurrency` are open."""
+    arrive by themselves, `rate` a second, and at most `concurrency` are open."""
 
     requests: int
     concurrency: int
@@ -50,6 +51,11 @@ class Load:
     output_tokens: Range
     seed: int = 0
     threshold: float | None = None
+    burstiness: float = 1.0
+    """Shape of the gamma distribution of pauses: 1 makes them exponential (Poisson arrivals), less comes in bursts,
+    more is more even."""
+    prompts: tuple[str, ...] = ()
+    """Asked in turn, instead of made-up ones of `prompt_tokens`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +66,12 @@ class Shot:
     tokens: int = 0
     nfe: int = 0
     blocks_s: tuple[float, ...] = ()
+    block_tokens: tuple[int, ...] = ()
+    """Tokens of each block."""
     total_s: float = 0.0
+    """To the last text, or to the end where there was none."""
+    started_s: float = 0.0
+    """Of its submit, from the beginning of the round."""
     fault: str | None = None
 
     @property
@@ -72,38 +83,82 @@ class Shot:
         """Time from block to block."""
         return tuple(later - earlier for earlier, later in zip(self.blocks_s, self.blocks_s[1:], strict=False))
 
+    @property
+    def token_s(self) -> float | None:
+        """Time for each token behind the first block; None if that was all."""
+        if self.first_s is None or not self.block_tokens or self.tokens <= self.block_tokens[0]:
+            return None
+        return (self.total_s - self.first_s) / (self.tokens - self.block_tokens[0])
+
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One point of the sweep, measured."""
+    """One point of the sweep, measured; the shots are fewer than the load's requests if it was cut short."""
 
     load: Load
     shots: tuple[Shot, ...]
-    seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """From the first submit to the last text."""
+        if not self.shots:
+            return 0.0
+        return max(shot.started_s + shot.total_s for shot in self.shots) - min(shot.started_s for shot in self.shots)
 
 
-async def fire(url: str, model: str | None, load: Load, progress: Callable[[], None] = lambda: None) -> Round:
-    """Send the load and wait for every answer; `progress` is called at each one's end. Raises `Stop`."""
+def read_prompts(path: Path) -> tuple[str, ...]:
+    """Return the prompts of JSON lines, each a text or an object with `text` or `prompt`; raises ValueError."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from error
+    prompts = tuple(_prompt(line, number) for number, line in enumerate(lines, start=1) if line.strip())
+    if not prompts:
+        raise ValueError(f"{path} has no prompt")
+    return prompts
+
+
+def _prompt(line: bytes, number: int) -> str:
+    try:
+        value = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"line {number} is not JSON: {error}") from error
+    if isinstance(value, dict):
+        entry = cast(dict[str, object], value)
+        value = entry.get("text", entry.get("prompt"))
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"line {number} has no `text` or `prompt`")
+    return value
+
+
+async def fire(url: str, model: str | None, load: Load, told: Callable[[Shot], None]) -> None:
+    """Send the load and wait for every answer; `told` gets each one as it ends. Raises `Stop`."""
     dice = random.Random(load.seed)
     async with connected(url) as client:
         client.timeout = _TIMEOUT
-        ids = await _token_ids(client, model)
-        bodies = [_body(load, model, ids, dice) for _ in range(load.requests)]
-        pauses = [0.0 if load.rate is None else dice.expovariate(load.rate) for _ in bodies]
+        ids: Sequence[int] = () if load.prompts else await _token_ids(client, model)
+        bodies = [_body(load, model, _chosen(load, ids, dice, number), dice) for number in range(load.requests)]
         limit = asyncio.Semaphore(load.concurrency)
-        shots: list[Shot] = []
+        began = time.perf_counter()
 
         async def shoot(body: dict[str, object]) -> None:
             async with limit:
-                shots.append(await _ask(client, body))
-            progress()
+                started = time.perf_counter() - began
+                shot = await _ask(client, body)
+            told(replace(shot, started_s=started))
 
-        began = time.perf_counter()
         async with asyncio.TaskGroup() as tasks:
-            for body, pause in zip(bodies, pauses, strict=True):
+            for body, pause in zip(bodies, pauses(load, dice), strict=True):
                 await asyncio.sleep(pause)
                 tasks.create_task(shoot(body))
-        return Round(load, tuple(shots), time.perf_counter() - began)
+
+
+def pauses(load: Load, dice: random.Random) -> list[float]:
+    """Return how long to wait before each request, seconds."""
+    if load.rate is None:
+        return [0.0] * load.requests
+    scale = 1 / (load.rate * load.burstiness)
+    return [dice.gammavariate(load.burstiness, scale) for _ in range(load.requests)]
 
 
 async def _token_ids(client: httpx.AsyncClient, model: str | None) -> Sequence[int]:
@@ -114,11 +169,17 @@ async def _token_ids(client: httpx.AsyncClient, model: str | None) -> Sequence[i
     return orjson.loads(response.content)["tokens"]
 
 
-def _body(load: Load, model: str | None, ids: Sequence[int], dice: random.Random) -> dict[str, object]:
+def _chosen(load: Load, ids: Sequence[int], dice: random.Random, number: int) -> str | list[int]:
+    if load.prompts:
+        return load.prompts[number % len(load.prompts)]
     length, start = load.prompt_tokens.draw(dice), dice.randrange(len(ids))
     # Each prompt begins elsewhere in the text, so that none is the beginning of another.
+    return [ids[(start + position) % len(ids)] for position in range(length)]
+
+
+def _body(load: Load, model: str | None, prompt: str | list[int], dice: random.Random) -> dict[str, object]:
     body: dict[str, object] = {
-        "prompt": [ids[(start + position) % len(ids)] for position in range(length)],
+        "prompt": prompt,
         "max_tokens": load.output_tokens.draw(dice),
         "ignore_eos": True,
         "seed": dice.randrange(2**31),
@@ -132,8 +193,9 @@ def _body(load: Load, model: str | None, ids: Sequence[int], dice: random.Random
 
 
 async def _ask(client: httpx.AsyncClient, body: dict[str, Any]) -> Shot:
-    prompt: Sequence[int] = body["prompt"]
+    prompt_tokens = 0 if isinstance(body["prompt"], str) else len(body["prompt"])
     blocks: list[float] = []
+    sizes: list[int] = []
     began = time.perf_counter()
     try:
         async with client.stream("POST", "/generate", json=body) as response:
@@ -142,25 +204,26 @@ async def _ask(client: httpx.AsyncClient, body: dict[str, Any]) -> Shot:
                 if stop.exit_code is Exit.REFUSED:
                     # The load itself is wrong: every other request would be refused as well.
                     raise stop
-                return Shot(len(prompt), fault=f"HTTP {response.status_code}", total_s=time.perf_counter() - began)
+                return Shot(prompt_tokens, fault=f"HTTP {response.status_code}", total_s=time.perf_counter() - began)
             async for event in _events(response):
                 now = time.perf_counter() - began
                 match event.get("event"):
                     case "append":
                         blocks.append(now)
+                        sizes.append(len(event["token_ids"]))
                     case "final":
-                        tokens: int = event["usage"]["completion_tokens"]
-                        nfe: int = event["nfe"]
-                        return Shot(len(prompt), tokens, nfe, tuple(blocks), now)
+                        usage: dict[str, int] = event["usage"]
+                        counts = (usage["prompt_tokens"], usage["completion_tokens"], event["nfe"])
+                        return Shot(*counts, tuple(blocks), tuple(sizes), blocks[-1] if blocks else now)
                     case "error":
-                        return Shot(len(prompt), blocks_s=tuple(blocks), total_s=now, fault="error in the stream")
+                        return Shot(prompt_tokens, blocks_s=tuple(blocks), total_s=now, fault="error in the stream")
                     case _:
                         pass
     except httpx.ConnectError:
         raise
     except httpx.HTTPError as error:
-        return Shot(len(prompt), total_s=time.perf_counter() - began, fault=type(error).__name__)
-    return Shot(len(prompt), total_s=time.perf_counter() - began, fault="the stream was cut")
+        return Shot(prompt_tokens, total_s=time.perf_counter() - began, fault=type(error).__name__)
+    return Shot(prompt_tokens, total_s=time.perf_counter() - began, fault="the stream was cut")
 
 
 async def _events(response: httpx.Response) -> AsyncGenerator[dict[str, Any]]:

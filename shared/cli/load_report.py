@@ -21,17 +21,24 @@ class Objective:
     first_s: float | None = None
     block_s: float | None = None
     total_s: float | None = None
+    token_s: float | None = None
 
     @property
     def empty(self) -> bool:
-        return self.first_s is None and self.block_s is None and self.total_s is None
+        return self == Objective()
 
     def kept_by(self, shot: Shot) -> bool:
-        """True if the request was answered and its first block, its mean time per block and its whole time are in."""
+        """True if the request was answered and its first block, its mean time per block, its time per token behind the
+        first block and its whole time are in."""
         if shot.fault is not None or shot.first_s is None:
             return False
         mean_gap = sum(shot.gaps_s) / len(shot.gaps_s) if shot.gaps_s else 0.0
-        pairs = ((shot.first_s, self.first_s), (mean_gap, self.block_s), (shot.total_s, self.total_s))
+        pairs = (
+            (shot.first_s, self.first_s),
+            (mean_gap, self.block_s),
+            (shot.total_s, self.total_s),
+            (shot.token_s or 0.0, self.token_s),
+        )
         return all(limit is None or value <= limit for value, limit in pairs)
 
 
@@ -60,11 +67,15 @@ class Summary:
     server: str
     concurrency: int
     rate: float | None
+    planned: int
+    """Requests of the load; more than `requests` if the round was cut short."""
     requests: int
     failed: int
     seconds: float
     first_s: Spread
     block_s: Spread
+    token_s: Spread
+    """Of each request's mean time for a token behind its first block."""
     total_s: Spread
     tokens: int
     tokens_per_s: float
@@ -78,13 +89,17 @@ class Summary:
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """Return the value below which a share of sorted values lies, by nearest rank."""
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+    """Return the value below which a share of sorted values lies, with a line from each to the next, as numpy does."""
+    rank = share * (len(ordered) - 1)
+    low = math.floor(rank)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
 
 
 def summarize(server: str, round_: Round, objective: Objective) -> Summary:
     answered = [shot for shot in round_.shots if shot.fault is None]
     tokens, nfe = sum(shot.tokens for shot in answered), sum(shot.nfe for shot in answered)
+    seconds = round_.seconds
     good = sum(objective.kept_by(shot) for shot in round_.shots)
     faults: dict[str, int] = {}
     for shot in round_.shots:
@@ -94,20 +109,26 @@ def summarize(server: str, round_: Round, objective: Objective) -> Summary:
         server=server,
         concurrency=round_.load.concurrency,
         rate=round_.load.rate,
+        planned=round_.load.requests,
         requests=len(round_.shots),
         failed=len(round_.shots) - len(answered),
-        seconds=round_.seconds,
+        seconds=seconds,
         first_s=Spread.of(shot.first_s for shot in answered if shot.first_s is not None),
         block_s=Spread.of(gap for shot in answered for gap in shot.gaps_s),
+        token_s=Spread.of(shot.token_s for shot in answered if shot.token_s is not None),
         total_s=Spread.of(shot.total_s for shot in answered),
         tokens=tokens,
-        tokens_per_s=tokens / round_.seconds,
+        tokens_per_s=_rate(tokens, seconds),
         tokens_per_forward=tokens / nfe if nfe else 0.0,
-        requests_per_s=len(answered) / round_.seconds,
+        requests_per_s=_rate(len(answered), seconds),
         good_share=good / len(round_.shots) if round_.shots else 0.0,
-        goodput=good / round_.seconds,
+        goodput=_rate(good, seconds),
         faults=faults,
     )
+
+
+def _rate(count: int, seconds: float) -> float:
+    return count / seconds if seconds else 0.0
 
 
 def table_of(summaries: Sequence[Summary], objective: Objective) -> Table:
@@ -116,26 +137,49 @@ def table_of(summaries: Sequence[Summary], objective: Objective) -> Table:
     servers = len({summary.server for summary in summaries}) > 1
     if servers:
         table.add_column("\nserver", no_wrap=True)
-    columns = ["\nload", "\nfail", "first\np50", "block\np99", "each\np50", "block\np99", "whole\np50", "\np99"]
-    columns += ["tokens\n/s", "tokens/\nforward"] + ([] if objective.empty else ["\ngood", "good\n/s"])
+    columns = [
+        "\nload",
+        "\nfail",
+        "first\np50",
+        "block\np99",
+        "each\np50",
+        "block\np99",
+        "token\np50",
+        "whole\np50",
+        "\np99",
+    ]
+    columns += ["requests\n/s", "tokens\n/s", "tokens/\nforward"] + ([] if objective.empty else ["\ngood", "good\n/s"])
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for summary in sorted(summaries, key=lambda one: (one.concurrency, one.rate or 0.0)):
         load = f"x{summary.concurrency}" if summary.rate is None else f"{summary.rate:g}/s"
+        if summary.requests < summary.planned:
+            load += f" ({summary.requests} of {summary.planned})"
         row = [summary.server] if servers else []
         row += [load, str(summary.failed)]
-        for spread in (summary.first_s, summary.block_s, summary.total_s):
+        for spread in (summary.first_s, summary.block_s):
             row += [_time(spread.p50), _time(spread.p99)]
-        row += [f"{summary.tokens_per_s:.1f}", f"{summary.tokens_per_forward:.2f}"]
+        row += [f"{1000 * summary.token_s.p50:.1f}ms", _time(summary.total_s.p50), _time(summary.total_s.p99)]
+        row += [f"{summary.requests_per_s:.2f}", f"{summary.tokens_per_s:.1f}", f"{summary.tokens_per_forward:.2f}"]
         if not objective.empty:
             row += [f"{100 * summary.good_share:.0f} %", f"{summary.goodput:.2f}"]
         table.add_row(*row)
     return table
 
 
-def write_json(path: Path, summaries: Sequence[Summary], objective: Objective, facts: Mapping[str, object]) -> None:
-    """Write everything that was measured; raises `Stop` if it cannot."""
-    content = {**facts, "objective": asdict(objective), "rounds": [asdict(summary) for summary in summaries]}
+def write_json(
+    path: Path,
+    summaries: Sequence[Summary],
+    rounds: Sequence[Round],
+    objective: Objective,
+    facts: Mapping[str, object],
+) -> None:
+    """Write everything that was measured, each request by itself as well; raises `Stop` if it cannot."""
+    told = [
+        {**asdict(summary), "shots": [asdict(shot) for shot in round_.shots]}
+        for summary, round_ in zip(summaries, rounds, strict=True)
+    ]
+    content = {**facts, "objective": asdict(objective), "rounds": told}
     try:
         path.write_bytes(orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
     except OSError as error:

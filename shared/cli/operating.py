@@ -99,7 +99,14 @@ def bench(
             help="Arrivals a second with exponential pauses, one round for each: 0.5,1,2. Replaces the sweep."
         ),
     ] = None,
-    prompt_tokens: Annotated[str, typer.Option(help="Length of prompts: 64, or 16-128.")] = "64",
+    burstiness: Annotated[
+        float,
+        typer.Option(min=0.01, max=1000.0, help="With --rate: below 1 arrivals come in bursts, above 1 more evenly."),
+    ] = 1.0,
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON lines, each a text or an object with `text` or `prompt`: asked in turn.")
+    ] = None,
+    prompt_tokens: Annotated[str, typer.Option(help="Length of made-up prompts: 64, or 16-128.")] = "64",
     output_tokens: Annotated[str, typer.Option(help="Length of answers: 64, or 16-128.")] = "64",
     threshold: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Confidence threshold of the load.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same load.")] = 0,
@@ -107,28 +114,33 @@ def bench(
         float | None, typer.Option(min=1.0, help="A good request's first block comes by then.")
     ] = None,
     slo_block_ms: Annotated[float | None, typer.Option(min=1.0, help="And its blocks so often, on average.")] = None,
+    slo_token_ms: Annotated[
+        float | None, typer.Option(min=0.01, help="And its tokens behind the first block so often, on average.")
+    ] = None,
     slo_total_ms: Annotated[float | None, typer.Option(min=1.0, help="And its end by then.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write everything measured there.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw a PNG there (needs the extra `plot`).")] = None,
 ) -> None:
     """Measure a fleet under load: time to the first block, per block and whole, tokens/s, tokens per forward.
 
-    The load asks for exact lengths and ignores stop tokens, so that two servers do the same work.
+    The load asks for exact lengths and ignores stop tokens, so that two servers do the same work. Ctrl-C ends it with
+    what was measured until then.
     """
     from shared.cli.bench import Outputs
     from shared.cli.bench import bench as measure
-    from shared.cli.load import Load, Range
+    from shared.cli.load import Load, Range, read_prompts
     from shared.cli.load_report import Objective
 
     with reporting():
-        prompts = _parsed("--prompt-tokens", Range.parse, prompt_tokens)
+        asked = () if prompts is None else _parsed("--prompts", lambda name: read_prompts(Path(name)), str(prompts))
+        lengths = _parsed("--prompt-tokens", Range.parse, prompt_tokens)
         outputs = _parsed("--output-tokens", Range.parse, output_tokens)
         if rate is None:
             points = [(_parsed("--concurrency", _whole, part), None) for part in concurrency.split(",")]
         else:
             points = [(requests, _parsed("--rate", _positive, part)) for part in rate.split(",")]
-    loads = [Load(requests, size, one, prompts, outputs, seed, threshold) for size, one in points]
-    objective = Objective(_seconds(slo_first_ms), _seconds(slo_block_ms), _seconds(slo_total_ms))
+    loads = [Load(requests, size, one, lengths, outputs, seed, threshold, burstiness, asked) for size, one in points]
+    objective = Objective(*map(_seconds, (slo_first_ms, slo_block_ms, slo_total_ms, slo_token_ms)))
     servers = [url] if against is None else [url, against]
     run(measure(servers, model, loads, objective, Outputs(json, plot)))
 

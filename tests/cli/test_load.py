@@ -2,25 +2,29 @@
 
 import json
 import random
+import re
+import signal
+import subprocess
+from dataclasses import replace
 from pathlib import Path
 
+import httpx
+import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.cli.load import Load, Range, Round, Shot
+from shared.cli.load import Load, Range, Round, Shot, pauses, read_prompts
 from shared.cli.load_report import Objective, Spread, percentile, plot, summarize
-from tests.cli.fleet_process import Up, diffleet
+from tests.cli.fleet_process import DIFFLEET, Up, diffleet, environment
+from tests.fleet.processes import until
 
 LOAD = Load(4, 2, None, Range(8, 8), Range(8, 8))
 
 
-@given(st.lists(st.floats(0, 1e6), min_size=1), st.floats(0.01, 1.0))
-def test_a_percentile_is_a_measured_value_that_enough_values_do_not_exceed(values: list[float], share: float) -> None:
-    found = percentile(sorted(values), share)
-    assert found in values
-    assert sum(value <= found for value in values) >= share * len(values) - 1e-6
-    assert sum(value < found for value in values) <= share * len(values) + 1e-6
+@given(st.lists(st.floats(0, 1e6), min_size=1), st.floats(0.0, 1.0))
+def test_a_percentile_is_numpys(values: list[float], share: float) -> None:
+    assert percentile(sorted(values), share) == pytest.approx(numpy.percentile(values, 100 * share), abs=1e-6)
 
 
 @given(st.integers(1, 10_000), st.integers(0, 10_000), st.integers())
@@ -36,14 +40,25 @@ def test_what_is_no_range_is_refused(text: str) -> None:
 
 
 def test_a_round_is_summed_up_over_what_was_answered() -> None:
-    good = Shot(8, tokens=8, nfe=4, blocks_s=(0.5, 0.7), total_s=0.8)
-    slow = Shot(8, tokens=8, nfe=4, blocks_s=(2.0, 2.2), total_s=2.4)
-    summary = summarize("here", Round(LOAD, (good, slow, Shot(8, fault="HTTP 503")), 4.0), Objective(first_s=1.0))
-    assert (summary.requests, summary.failed, summary.faults) == (3, 1, {"HTTP 503": 1})
+    good = Shot(8, tokens=8, nfe=4, blocks_s=(0.5, 0.75), block_tokens=(4, 4), total_s=0.75, started_s=1.0)
+    slow = Shot(8, tokens=8, nfe=4, blocks_s=(2.0, 3.0), block_tokens=(6, 2), total_s=3.0, started_s=2.0)
+    summary = summarize("here", Round(LOAD, (good, slow, Shot(8, fault="HTTP 503", started_s=1.0))), Objective(1.0))
+    assert (summary.planned, summary.requests, summary.failed, summary.faults) == (4, 3, 1, {"HTTP 503": 1})
+    assert summary.seconds == 4.0  # from the first submit, at 1, to the last text, at 5
     assert (summary.tokens_per_s, summary.tokens_per_forward) == (4.0, 2.0)
     assert (summary.goodput, summary.good_share) == (0.25, 1 / 3)
-    assert summary.first_s == Spread(1.25, 0.5, 2.0, 2.0)
-    assert summary.block_s.p50 == pytest.approx(0.2)
+    assert summary.first_s == Spread(1.25, 1.25, pytest.approx(1.85), pytest.approx(1.985))
+    assert summary.block_s.p50 == pytest.approx((0.25 + 1.0) / 2)
+    assert summary.token_s.mean == pytest.approx((0.25 / 4 + 1.0 / 2) / 2)
+
+
+def test_an_answer_of_one_block_has_no_time_per_token() -> None:
+    assert Shot(8, tokens=8, blocks_s=(0.5,), block_tokens=(8,), total_s=0.5).token_s is None
+
+
+def test_nothing_measured_is_no_rate() -> None:
+    summary = summarize("here", Round(LOAD, ()), Objective())
+    assert (summary.requests_per_s, summary.tokens_per_s, summary.goodput) == (0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -55,10 +70,13 @@ def test_a_round_is_summed_up_over_what_was_answered() -> None:
         (Objective(block_s=0.2), False),
         (Objective(total_s=1.0), True),
         (Objective(total_s=0.9), False),
+        (Objective(token_s=0.1), True),
+        (Objective(token_s=0.08), False),
     ],
 )
 def test_a_request_is_good_if_it_keeps_every_part_of_the_objective(objective: Objective, kept: bool) -> None:
-    assert objective.kept_by(Shot(8, tokens=9, nfe=3, blocks_s=(0.5, 0.7, 1.0), total_s=1.0)) is kept
+    shot = Shot(8, tokens=9, nfe=3, blocks_s=(0.5, 0.7, 1.0), block_tokens=(4, 4, 1), total_s=1.0)
+    assert objective.kept_by(shot) is kept
 
 
 def test_a_failed_request_is_never_good() -> None:
@@ -67,8 +85,42 @@ def test_a_failed_request_is_never_good() -> None:
 
 def test_the_picture_is_a_png(tmp_path: Path) -> None:
     shots = (Shot(8, tokens=8, nfe=4, blocks_s=(0.5, 0.7), total_s=0.8),)
-    plot(tmp_path / "out.png", [summarize("here", Round(LOAD, shots, 1.0), Objective())])
+    plot(tmp_path / "out.png", [summarize("here", Round(LOAD, shots), Objective())])
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+@given(st.floats(0.1, 100), st.floats(0.2, 50), st.integers())
+def test_arrivals_keep_their_rate_whatever_their_burstiness(rate: float, burstiness: float, seed: int) -> None:
+    load = replace(LOAD, requests=4000, rate=rate, burstiness=burstiness)
+    drawn = pauses(load, random.Random(seed))
+    # Of 4000 gamma variates the mean is within 6 of its standard deviations.
+    assert sum(drawn) / len(drawn) * rate == pytest.approx(1.0, abs=6 / (burstiness * len(drawn)) ** 0.5)
+
+
+def test_without_a_rate_nobody_waits() -> None:
+    assert pauses(LOAD, random.Random(0)) == [0.0] * 4
+
+
+def test_prompts_are_json_lines_of_texts_or_objects(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('"one"\n\n{"text": "two"}\n{"prompt": "three", "other": 1}\n')
+    assert read_prompts(file) == ("one", "two", "three")
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("", "no prompt"),
+        ("once\n", "line 1 is not JSON"),
+        ('"a"\n{"x": 1}\n', "line 2 has no"),
+        ('""\n', "line 1 has no"),
+    ],
+)
+def test_a_file_without_usable_prompts_is_refused(tmp_path: Path, content: str, complaint: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=complaint):
+        read_prompts(file)
 
 
 @pytest.mark.slow
@@ -85,17 +137,54 @@ def test_two_servers_are_measured_with_the_same_load(live_fleet: Up, tmp_path: P
     assert {one["tokens"] for one in rounds} == {48}
     assert all(one["failed"] == 0 and one["good_share"] == 1.0 for one in rounds)
     assert len({one["tokens_per_forward"] for one in rounds}) == 1
+    assert all(sum(shot["block_tokens"]) == shot["tokens"] == 12 for one in rounds for shot in one["shots"])
 
 
 @pytest.mark.slow
 def test_requests_that_arrive_by_themselves_are_all_answered(live_fleet: Up) -> None:
-    done = diffleet("bench", "--url", live_fleet.url, "-r", "4", "--rate", "20", "--output-tokens", "4")
+    arrivals = ("--rate", "20", "--burstiness", "0.5")
+    done = diffleet("bench", "--url", live_fleet.url, "-r", "4", *arrivals, "--output-tokens", "4")
     assert done.returncode == 0, done.stderr
     assert "20/s" in done.stdout
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrong", [("-c", "0"), ("--rate", "none"), ("--output-tokens", "9-3")])
+def test_own_prompts_are_asked_in_turn(live_fleet: Up, tmp_path: Path) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "bench.json"
+    prompts.write_text('"Once"\n{"text": "Once upon a time there was a rabbit"}\n')
+    load = ("-r", "3", "-c", "1", "--output-tokens", "4", "--prompts", str(prompts), "--json", str(out))
+    done = diffleet("bench", "--url", live_fleet.url, *load)
+    assert done.returncode == 0, done.stderr
+    first, second, third = (shot["prompt_tokens"] for shot in json.loads(out.read_text())["rounds"][0]["shots"])
+    assert 0 < first == third < second
+
+
+@pytest.mark.slow
+def test_ctrl_c_reports_what_was_measured(live_fleet: Up, tmp_path: Path) -> None:
+    out = tmp_path / "bench.json"
+    load = ("-r", "100000", "-c", "2", "--output-tokens", "4", "--json", str(out))
+    command = [*DIFFLEET, "bench", "--url", live_fleet.url, *load]
+    bench = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with httpx.Client(base_url=live_fleet.url, trust_env=False) as client:
+        before = _finished(client)
+        until(lambda: _finished(client) > before + 10 or bench.poll() is not None, "some requests are answered")
+    bench.send_signal(signal.SIGINT)
+    stdout, stderr = bench.communicate(timeout=60)
+    assert bench.returncode == 130, stderr
+    assert "of 100000)" in stdout
+    told = json.loads(out.read_text())
+    assert told["complete"] is False
+    (one,) = told["rounds"]
+    assert 0 < one["requests"] == len(one["shots"]) < one["planned"] == 100000
+
+
+def _finished(client: httpx.Client) -> float:
+    found = re.findall(r"^diffleet_requests_finished_total\{.*\} (\S+)$", client.get("/metrics").text, re.M)
+    return sum(map(float, found))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", [("-c", "0"), ("--rate", "none"), ("--output-tokens", "9-3"), ("--prompts", "no")])
 def test_a_wrong_load_ends_with_2_and_names_the_option(wrong: tuple[str, str]) -> None:
     done = diffleet("bench", *wrong)
     assert done.returncode == 2
