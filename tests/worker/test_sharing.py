@@ -1,5 +1,6 @@
 """How the workers of a fleet share what arrives at once, against the real server."""
 
+import asyncio
 import time
 from contextlib import ExitStack
 
@@ -48,8 +49,8 @@ async def test_a_burst_is_shared_by_the_workers_that_run_nothing(redis_url: str)
         # Each waits for news by now: a fleet without work.
         time.sleep(0.2)
         async with FleetClient.connect(redis_url) as fleet:
-            for _ in range(BURST):
-                await fleet.submit(Generate(id=new_request_id(CARD.name), model=CARD.name, prompt=(3, 4)))
+            commands = [Generate(id=new_request_id(CARD.name), model=CARD.name, prompt=(3, 4)) for _ in range(BURST)]
+            await asyncio.gather(*map(fleet.submit, commands))
         deadline = time.monotonic() + 20
         while sum(len(bridge.held()) for bridge in bridges) < BURST:
             assert time.monotonic() < deadline, "the burst was not taken"
