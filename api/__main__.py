@@ -13,6 +13,7 @@ from api.access import InvalidKeys
 from api.app import create_app
 from api.deps import Services
 from api.settings import ApiSettings
+from api.webhooks.signing import InvalidSecrets
 from shared.client import FleetClient
 from shared.telemetry import configure_logging
 from shared.tracing import TracingUnavailable, require_tracing
@@ -89,6 +90,9 @@ def main(arguments: list[str] | None = None) -> int:
         app = create_app(settings)
     except InvalidKeys as error:
         print(f"api_keys_file: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except InvalidSecrets as error:
+        print(f"webhook_secrets_file: {error}", file=sys.stderr)
         return EXIT_USAGE
     server = Server(app, settings)
     server.run()

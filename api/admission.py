@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import MutableMapping, Sequence
+from functools import partial
 
 from fastapi import Request
 
@@ -12,6 +13,7 @@ from api.relay import Terms
 from api.requests import Call
 from api.settings import ApiSettings
 from api.trace import trace_context, trace_id
+from api.webhooks.ask import WebhookDesk
 from shared.commands import Generate
 from shared.telemetry import note
 
@@ -44,7 +46,9 @@ def call_of(request: Request, settings: ApiSettings) -> Call:
         raise invalid("Idempotency-Key", "Idempotency-Key must be 1 to 256 visible ASCII characters")
     trace = trace_context(request.headers)
     note(trace_id=trace_id(trace))
-    return Call(settings.request_timeout_s, trace, key)
+    desk: WebhookDesk = request.app.state.services.webhooks
+    check = partial(desk.check, caller_of(request).id)
+    return Call(settings.request_timeout_s, trace, key, check_webhook=check)
 
 
 async def admit(
@@ -58,7 +62,7 @@ async def admit(
     """Reserve what the commands may cost, and return the terms of each. Raises `ApiError` (429).
 
     `block_length` is the model's own. A request with an idempotency key goes on when its caller leaves, who will come
-    back for it.
+    back for it; so does one with a webhook.
     """
     caller = caller_of(request)
     reservations = await limiter.reserve(caller, commands, headers_of(request))
@@ -67,7 +71,7 @@ async def admit(
         Terms(
             tenant=caller.id,
             idempotency_key=None if key is None else f"{request.url.path} {key} {index}",
-            keep=keep or key is not None,
+            keep=keep or key is not None or commands[index].webhook is not None,
             reservation=reservation,
             block_length=commands[index].block_length or block_length,
         )

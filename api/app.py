@@ -33,6 +33,7 @@ from api.routes import (
     unsupported,
 )
 from api.settings import ApiSettings
+from api.webhooks.ask import WebhookDesk
 
 ROUTERS = (
     generate.router,
@@ -66,15 +67,16 @@ EXPOSED_HEADERS = (
 def create_app(settings: ApiSettings, client: Fleet | None = None) -> FastAPI:
     """Build the front. A `client` that is given belongs to the caller; else the app connects to `redis_url`.
 
-    Raises `api.access.InvalidKeys`.
+    Raises `api.access.InvalidKeys`, `api.webhooks.signing.InvalidSecrets`.
     """
     metrics = Metrics(vllm_names=settings.vllm_metrics)
     keys = None if settings.api_keys_file is None else load_keys(settings.api_keys_file)
+    desk = WebhookDesk.open(settings)
     anyone = Caller(requests_per_minute=settings.requests_per_minute, tokens_per_minute=settings.tokens_per_minute)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
-        async with open_services(settings, metrics, client) as services:
+        async with open_services(settings, metrics, client, desk=desk) as services:
             app.state.services = services
             yield
 

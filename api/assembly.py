@@ -12,6 +12,7 @@ from api.ports import Fleet
 from api.relay import Relay
 from api.settings import ApiSettings
 from api.stores import Stores
+from api.webhooks.ask import WebhookDesk
 from shared.administration import Administration
 from shared.admission import Admission
 from shared.client import FleetClient
@@ -21,11 +22,15 @@ from shared.tracing import open_tracing
 
 @asynccontextmanager
 async def open_services(
-    settings: ApiSettings, metrics: Metrics, client: Fleet | None = None, service: str = "diffleet-api"
+    settings: ApiSettings,
+    metrics: Metrics,
+    client: Fleet | None = None,
+    service: str = "diffleet-api",
+    desk: WebhookDesk | None = None,
 ) -> AsyncGenerator[Services]:
     """Connect to `redis_url`; a `client` that is given belongs to the caller. Redis need not be there yet.
 
-    Raises `TracingUnavailable`.
+    Raises `TracingUnavailable`, `InvalidSecrets`.
     """
     async with AsyncExitStack() as stack:
         tracing = open_tracing(service, settings.otlp_endpoint, settings.trace_share)
@@ -38,4 +43,5 @@ async def open_services(
         stack.push_async_callback(relay.aclose)
         stores = Stores.on(link, settings)
         admin = Administration(link)
-        yield Services(settings, metrics, fleet, Catalog(fleet), relay, Limiter(link), stores, admin)
+        desk = desk or WebhookDesk.open(settings)
+        yield Services(settings, metrics, fleet, Catalog(fleet), relay, Limiter(link), stores, admin, desk)

@@ -18,6 +18,7 @@ from api.relay import Relay
 from api.schemas import Body, parse
 from api.settings import ApiSettings
 from api.stores import Stores
+from api.webhooks.ask import WebhookDesk
 from shared.administration import Administration
 
 
@@ -33,6 +34,7 @@ class Services:
     limiter: Limiter
     stores: Stores
     admin: Administration
+    webhooks: WebhookDesk
     draining: bool = False
     """Set once the process was asked to end: `/health/ready` says so, and requests are still served."""
 

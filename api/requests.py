@@ -12,9 +12,9 @@ from api.catalog import ServedModel
 from api.errors import ApiError, invalid, path_of, unsupported
 from api.infill import Fill
 from api.penalties import edits_of
-from api.schemas import MOST_CHOICES, DiffusionOptions, GenerationBody, Preset
+from api.schemas import MOST_CHOICES, DiffusionOptions, GenerationBody, Preset, WebhookBody
 from shared.card import ModelCard
-from shared.commands import Generate, Lane, Limits, Preview, Sampling
+from shared.commands import Generate, Lane, Limits, Preview, Sampling, Webhook
 from shared.constraints import Constraint
 from shared.decoding import Decoding
 from shared.keys import new_request_id, pick_partition
@@ -51,6 +51,8 @@ class Call:
     """Unset: what the body asks for."""
     name_request: Callable[[str, int], str] | None = None
     """Makes a request id of a model and an index. Unset: a fresh one."""
+    check_webhook: Callable[[str], None] | None = None
+    """Raises `ApiError` for a URL that may not be called; None: no webhooks here."""
 
     def request_id(self, card: ModelCard, index: int) -> str:
         """Return the id of a request, in any partition of its model; of the same call always in the same one."""
@@ -84,6 +86,7 @@ def to_generate(
         raise unsupported("diffusion.template")
     if fill is not None and constraint is not None:
         raise invalid(fill.field, f"{fill.field} cannot be combined with a schema, a grammar or tools")
+    webhook = _webhook(body.webhook, call)
     seed = _seed(body, call)
     commands: list[Generate] = []
     for prompt in prompts:
@@ -94,9 +97,19 @@ def to_generate(
         for choice in range(body.choices):
             index = len(commands)
             chosen = first.sampling.model_copy(update={"seed": derived_seed(seed, choice)})
-            update = {"id": call.request_id(model.card, index), "sampling": chosen}
+            hook = None if webhook is None else webhook.model_copy(update={"choice": index})
+            update = {"id": call.request_id(model.card, index), "sampling": chosen, "webhook": hook}
             commands.append(first.model_copy(update=update))
     return commands
+
+
+def _webhook(body: WebhookBody | None, call: Call) -> Webhook | None:
+    if body is None:
+        return None
+    if call.check_webhook is None:
+        raise invalid("webhook", "a line of a batch has no webhook of its own: name one for the batch")
+    call.check_webhook(body.url)
+    return Webhook(url=body.url, metadata=body.metadata or {})
 
 
 def derived_seed(seed: int, choice: int) -> int:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import PydanticCustomError
 
 from api.errors import invalid, of_validation, unsupported
+from api.metadata import Metadata
 from shared.commands import COUNT_LIMIT, MOST_LOGPROBS, MS_LIMIT
 from shared.decoding import Confidence
 
@@ -313,6 +314,11 @@ MOST_ADAPTERS = 7
 Adapters = Annotated[list[AdapterChoice], Field(max_length=MOST_ADAPTERS)]
 
 
+class WebhookBody(StrictBody):
+    url: str = Field(min_length=1, max_length=2048, description="https://, a host of the public internet.")
+    metadata: Metadata = Field(default=None, description="Sent back as it is.")
+
+
 class GenerationBody(StrictBody):
     """What every generating endpoint takes."""
 
@@ -373,6 +379,9 @@ class GenerationBody(StrictBody):
     guided_grammar: str | None = Field(default=None, description="A grammar in llguidance's dialect of Lark.")
     structured_outputs: dict[str, Any] | None = Field(
         default=None, description="vLLM's word for these: json, json_object, regex, choice or grammar."
+    )
+    webhook: WebhookBody | None = Field(
+        default=None, description="Who is told, signed, once the request has ended; it goes on if its caller leaves."
     )
     diffusing: bool | None = Field(default=None, description="Mercury's word for diffusion.stream `replace`.")
     diffusion: DiffusionOptions | None = None

@@ -1,8 +1,9 @@
 """Options of the api process."""
 
+from ipaddress import ip_network
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from shared.settings import ServiceSettings
@@ -72,7 +73,23 @@ class ApiSettings(ServiceSettings):
         default=86_400, ge=1, le=604_800, description="Time for a batch, after which what is left of it expires."
     )
     batch_concurrency: int = Field(default=16, ge=1, le=1024, description="Lines of one batch that run at a time.")
+    webhook_secrets_file: Path | None = Field(
+        default=None,
+        description="JSON object of API key ids, or *, to lists of secrets that sign webhooks; unset: there are none. "
+        "`python -m api.webhooks` makes a secret.",
+    )
+    webhook_allow_http: bool = Field(default=False, description="Webhooks may go to http:// as well.")
+    webhook_networks: tuple[str, ...] = Field(
+        default=(), description="Networks (CIDR) outside the public internet that webhooks may go to all the same."
+    )
     model_store: Path | None = Field(
         default=None, description="Folder with the adapters that operators may register; workers see the same one."
     )
     vllm_metrics: bool = Field(default=True, description="Export metrics under vLLM's names as well.")
+
+    @field_validator("webhook_networks")
+    @classmethod
+    def _are_networks(cls, networks: tuple[str, ...]) -> tuple[str, ...]:
+        for network in networks:
+            ip_network(network)  # raises ValueError, which names it
+        return networks

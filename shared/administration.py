@@ -8,6 +8,7 @@ from shared.dead_letters import DeadLetters
 from shared.keys import Keys
 from shared.lora import AdapterRegistry
 from shared.orders import OrderBook
+from shared.webhooks import WebhookStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class Administration:
         self.adapters = AdapterRegistry(link)
         self.orders = OrderBook(link)
         self.dead_letters = DeadLetters(link)
+        self.webhooks = WebhookStore(link)
 
     async def inspect(self, request_id: str) -> RequestFacts | None:
         """Return what is known of a request; None if it is not known, or no longer. Raises ValueError for no id."""

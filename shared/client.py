@@ -37,6 +37,7 @@ from shared.roster import WorkerInfo, unpack_worker
 from shared.settings import ServiceSettings
 from shared.subscriber import Subscriber, Unknown
 from shared.text import Tokenizer
+from shared.webhooks import encode_hook
 
 __all__ = [
     "DeadLetter",
@@ -227,6 +228,8 @@ class FleetClient:
         share = -(-admission.tenant_limit // card.partitions)
         terms: list[Argument] = [keys.request("").removesuffix("r:"), tenant, share, admission.replicas]
         args = [*head, *lifetimes, *sizes, *tail, *terms]
+        if command.webhook is not None:
+            args.append(encode_hook(command.webhook, tenant))
         if admission.replicas:
             reply = await self._link.run_waited(
                 script("submit"), names, args, admission.replicas, admission.replica_wait_ms
@@ -661,7 +664,8 @@ def _check_id(request_id: str) -> None:
 
 def _body_hash(command: Generate) -> str:
     """Return a hash of what was asked for, without the names it was asked under."""
-    body = command.model_dump(mode="json", exclude={"id", "trace"})
+    # The name of a webhook's subject is made for each call.
+    body = command.model_dump(mode="json", exclude={"id": True, "trace": True, "webhook": {"name"}})
     return hashlib.sha256(orjson.dumps(body, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 

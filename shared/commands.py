@@ -123,6 +123,16 @@ class LoraUse(_Part):
     digest: str = Field(pattern=r"^[0-9a-f]{64}$", description="sha256 over its files.")
 
 
+class Webhook(_Part):
+    """Tell a receiver, once the request has ended, how: the record of it is committed together with the end."""
+
+    url: str = Field(min_length=1, max_length=2048)
+    kind: Literal["request", "response"] = Field(default="request", description="What the message calls its subject.")
+    name: str | None = Field(default=None, max_length=128, description="Id of a subject that is not the request.")
+    choice: int = Field(default=0, ge=0, lt=COUNT_LIMIT)
+    metadata: dict[str, str] = Field(default_factory=dict, max_length=16, description="Sent back as it is.")
+
+
 class Preview(_Part):
     """Ask for snapshots of the canvas between commits; they are never stored and first to be dropped."""
 
@@ -187,6 +197,7 @@ class Generate(_Part):
     preview: Preview | None = None
     lane: Lane = "std"
     user: str | None = Field(default=None, max_length=256)
+    webhook: Webhook | None = None
     trace: dict[str, str] = Field(default_factory=dict, description="W3C trace context.")
 
 

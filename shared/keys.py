@@ -124,6 +124,22 @@ class Keys:
         """Hash with a TTL of a minute: how fast the partition ends requests."""
         return self._name("rate")
 
+    def hooks(self) -> str:
+        """Sorted set with a TTL of days: ids whose webhook is due, by the time (ms) of its next try."""
+        return self._name("hooks")
+
+    def hook(self, subject_id: str) -> str:
+        """Hash with a TTL of days: where one webhook goes, what it tells, and how often it was tried."""
+        return self._name(f"hook:{subject_id}")
+
+    def dead_hooks(self) -> str:
+        """Sorted set with a TTL of days: ids whose webhook was given up, by the time (ms) of that."""
+        return self._name("hooks:dead")
+
+    def hook_counts(self) -> str:
+        """Hash with a TTL of a month: how many tries have ended in which way."""
+        return self._name("hooks:counts")
+
 
 def card(model: str) -> str:
     """Hash without TTL: a pool scaled to zero still accepts work."""
@@ -139,6 +155,14 @@ def watch_channel(nonce: str) -> str:
     """Pub/sub channel on which one process hears itself, to know that its subscription lives."""
     return f"df:watch:{nonce}"
 
+
+def closed_hooks(digest: str) -> str:
+    """String with a TTL: this receiver has said that it is gone; `digest` names tenant and URL."""
+    return f"df:{{hooks.{digest}}}:closed"
+
+
+OTHER_HOOKS = Keys("hooks")
+"""Names of webhooks that no partition of a model commits: those of batches."""
 
 MODELS = "df:models"
 """Set without TTL: names of the models that have a card."""

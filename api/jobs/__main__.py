@@ -1,4 +1,4 @@
-"""Run batches: `python -m api.jobs [--redis-url redis://...]`. Any number of these processes may run."""
+"""Run batches, deliver webhooks: `python -m api.jobs [--redis-url redis://...]`. Any number of processes may run."""
 
 import asyncio
 import logging
@@ -11,6 +11,8 @@ from pydantic_settings import CliApp
 
 from api.jobs.service import serve
 from api.jobs.settings import JobSettings
+from api.webhooks.ask import WebhookDesk
+from api.webhooks.signing import InvalidSecrets
 from shared.client import FleetClient
 from shared.telemetry import configure_logging
 
@@ -23,6 +25,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         settings = CliApp.run(JobSettings, cli_args=list(sys.argv[1:] if arguments is None else arguments))
         FleetClient.connect(settings.redis_url)
+        desk = WebhookDesk.open(settings)
+    except InvalidSecrets as error:
+        print(f"webhook_secrets_file: {error}", file=sys.stderr)
+        return EXIT_USAGE
     except ValidationError as error:
         for fault in error.errors(include_url=False, include_input=False):
             print(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}", file=sys.stderr)
@@ -33,16 +39,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     configure_logging(settings.log_level, settings.log_format)
     # It tells of every look for work.
     logging.getLogger("arq").setLevel(logging.WARNING)
-    asyncio.run(_until_signal(settings))
+    asyncio.run(_until_signal(settings, desk))
     return 0
 
 
-async def _until_signal(settings: JobSettings) -> None:
+async def _until_signal(settings: JobSettings, desk: WebhookDesk) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    service = asyncio.create_task(serve(settings))
+    service = asyncio.create_task(serve(settings, desk))
     waiter = asyncio.create_task(stop.wait())
     await asyncio.wait({service, waiter}, return_when=asyncio.FIRST_COMPLETED)
     for task in (service, waiter):

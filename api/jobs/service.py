@@ -7,7 +7,7 @@ enqueues them. So nothing is lost with a queue, a process, or a front that died 
 import asyncio
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from arq.connections import ArqRedis
@@ -20,8 +20,11 @@ from api.deps import Services
 from api.jobs.runner import BatchRun
 from api.jobs.settings import JobSettings
 from api.metrics import Metrics
+from api.webhooks.ask import WebhookDesk, hook_partitions
+from api.webhooks.deliverer import Deliverer, DeliveryTerms, deliver_for_ever
 from shared.client import UnknownModel
 from shared.connection import FleetUnavailable, Link, open_pool
+from shared.keys import Keys
 from shared.sweep import sweep_lanes
 
 logger = logging.getLogger("diffleet.jobs")
@@ -35,13 +38,13 @@ _SERVICES = "services"
 _LINK = "link"
 
 
-async def serve(settings: JobSettings) -> None:
-    """Work until cancelled; a lost Redis is waited for."""
+async def serve(settings: JobSettings, desk: WebhookDesk | None = None) -> None:
+    """Work until cancelled; a lost Redis is waited for. `desk`: unset, that of the settings."""
     pause_s = 0.5
     while True:
         began = asyncio.get_running_loop().time()
         try:
-            async with open_services(settings, Metrics(), service="diffleet-jobs") as services:
+            async with open_services(settings, Metrics(), service="diffleet-jobs", desk=desk) as services:
                 await _work(settings, services)
         except Exception as error:
             # Whatever ended it, the way on is the same; the message may quote what it was about.
@@ -75,14 +78,29 @@ async def _work(settings: JobSettings, services: Services) -> None:
         handle_signals=False,
         log_results=False,
     )
+    deliverer = asyncio.create_task(deliver_for_ever(_deliverer(settings, services)))
+    work = asyncio.create_task(worker.main())
     try:
-        await worker.main()
+        await asyncio.wait({work, deliverer}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (work, deliverer):
+            if task.done():
+                task.result()
     finally:
-        for task in worker.tasks.values():
+        tasks = [work, deliverer, *worker.tasks.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*worker.tasks.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await queue.aclose(close_connection_pool=True)
         await link.close()
+
+
+def _deliverer(settings: JobSettings, services: Services) -> Deliverer:
+    async def partitions() -> Sequence[Keys]:
+        return await hook_partitions(services.fleet)
+
+    terms = DeliveryTerms(settings.webhook_retry_s, settings.webhook_timeout_s, settings.webhook_concurrency)
+    desk = services.webhooks
+    return Deliverer(services.admin.webhooks, partitions, desk.secrets, desk.rules, terms)
 
 
 async def sweep(context: Mapping[str, Any]) -> None:

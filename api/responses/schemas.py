@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from api.errors import invalid, unsupported
+from api.metadata import Metadata
 from api.schemas import GUIDED, GenerationBody
 from shared.commands import MOST_LOGPROBS
 
@@ -42,26 +43,6 @@ def _check_input(value: object) -> object:
             return value
         case _:
             raise PydanticCustomError("input", "must be a string or a list of items, and not empty")
-
-
-def _check_metadata(value: object) -> object:
-    match value:
-        case None:
-            return value
-        case dict() if len(value) <= 16 and all(
-            isinstance(key, str) and len(key) <= 64 and isinstance(text, str) and len(text) <= 512
-            for key, text in value.items()
-        ):
-            return value
-        case _:
-            raise PydanticCustomError("metadata", "must be up to 16 pairs of strings, of up to 64 and 512 characters")
-
-
-Metadata = Annotated[
-    dict[str, str] | None,
-    BeforeValidator(_check_metadata),
-    WithJsonSchema({"anyOf": [{"type": "object", "additionalProperties": {"type": "string"}}, {"type": "null"}]}),
-]
 
 
 class ResponseBody(GenerationBody):

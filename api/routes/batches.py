@@ -11,9 +11,9 @@ from api.answers import json_response
 from api.batches import ENDED, Batch
 from api.deps import CallerDep, Services, ServicesDep, json_body
 from api.errors import ApiError, invalid
+from api.metadata import Metadata
 from api.openapi import ERROR_RESPONSES, request_body
 from api.paging import page
-from api.responses.schemas import Metadata
 from api.routes.files import find_file
 from api.schemas import StrictBody
 

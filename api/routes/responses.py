@@ -61,6 +61,9 @@ async def create(
     commands = to_generate(body, [prompt], model, "input", call, constraint)
     (command,) = commands
     record = _record(body, command, messages)
+    if command.webhook is not None:
+        named = command.webhook.model_copy(update={"kind": "response", "name": record.id})
+        command = command.model_copy(update={"webhook": named})
     (terms,) = await admit(request, call, services.limiter, commands, model.card.block_length, keep=record.background)
     follow = services.relay.submit(command, request.receive, _retained(terms, services) if body.stored else terms)
     try:

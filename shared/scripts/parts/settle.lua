@@ -32,10 +32,15 @@ local function settle(names, group, request, seq, epoch, state, kind, event)
   redis.call('HSET', names.request, 'st', state, 'seq', seq, 'ep', epoch, 't1', now)
   -- A dead letter keeps its command, to be read and replayed.
   if state ~= 'dead' then redis.call('HDEL', names.request, 'in') end
-  local tenant = redis.call('HGET', names.request, 'ten')
-  if tenant then
+  local more = redis.call('HMGET', names.request, 'ten', 'hook')
+  local tenant, hook = more[1], more[2]
+  if tenant or hook then
     local prefix, id = string.match(names.request, '^(.*:)r:([^:]+)$')
-    redis.call('ZREM', prefix .. 't:' .. tenant, id)
+    if tenant then redis.call('ZREM', prefix .. 't:' .. tenant, id) end
+    if hook then
+      record_hook(prefix, id, hook, event, now)
+      redis.call('HDEL', names.request, 'hook')
+    end
   end
   if request.eid then
     if not foreign(redis.pcall('XACK', names.lane, group, request.eid)) then
