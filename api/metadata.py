@@ -1,3 +1,4 @@
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
 """The notes that callers hang on what they ask for, as OpenAI limits them."""
 
 from typing import Annotated

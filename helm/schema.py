@@ -22,6 +22,7 @@ API_SET_BY_CHART = frozenset(
         "drain_s",
         "ready_without_workers",
         "api_keys_file",
+        "webhook_secrets_file",
     }
 )
 # The jobs serve nothing, so what only the front's server reads is left out as well.
@@ -168,6 +169,7 @@ def _api() -> Schema:
         port=_integer(1024, 65535),
         settings=_ref("apiSettings"),
         keys=_whole(existingSecret=_STR, key=_NONEMPTY),
+        webhooks=_whole(existingSecret=_STR, key=_NONEMPTY),
         resources=_ref("resources"),
         drain=_whole(delaySeconds=_integer(0, 600), seconds=_integer(0, 3600)),
         terminationGracePeriodSeconds=_integer(15, 7200),

@@ -10,7 +10,7 @@ from typing import Any, assert_never
 
 import orjson
 
-from api.responses.shape import status_of, usage_fields
+from api.responses.shape import usage_fields
 from api.transcript import usage_of
 from shared.events import Failed, Finished, InvalidEvent, decode_event
 from shared.keys import model_of
@@ -53,7 +53,7 @@ def _subject(message: Taken) -> tuple[str, dict[str, Any]]:
             return status, data | {"error": _error(end), "metadata": message.to.metadata}
         case "response":
             end = _end(message)
-            status = status_of(end)
+            status = "incomplete" if isinstance(end, Finished) and end.reason == "length" else _status(end)
             data = _head(message, message.to.name or message.id, status)
             if isinstance(end, Finished):
                 data |= {"finish_detail": end.detail, "usage": usage_fields(end.usage)}

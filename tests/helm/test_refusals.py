@@ -42,6 +42,16 @@ FAULTS: dict[str, tuple[Object, Object, str]] = {
         {"redis": {"auth": {"existingSecret": "s", "passwordKeys": {"keda": ""}}}},
         "redis.auth.passwordKeys.keda is empty",
     ),
+    "webhooks without jobs": (
+        BASE,
+        {"api": {"webhooks": {"existingSecret": "s"}}},
+        "api.webhooks.existingSecret is set, but jobs.enabled is false",
+    ),
+    "webhooks behind a policy": (
+        BASE,
+        {"api": {"webhooks": {"existingSecret": "s"}}, "jobs": {"enabled": True}},
+        "list in jobs.egress where they may go",
+    ),
     "policy for an unknown address": (
         BASE,
         {"redis": {"host": "redis.example.com"}},

@@ -17,6 +17,7 @@ _BASES: dict[str, tuple[str, Object]] = {
     "devRedis": ("trial", {}),
     "redis.tls.enabled": ("public-tls", {}),
     "api.replicas": ("default", {}),
+    "jobs.enabled": ("everything", {"api": {"webhooks": {"existingSecret": ""}}}),
     "podDefaults.security": ("default", {}),
     "podDefaults.nodeSelector": ("default", {}),
     "podDefaults.affinity": ("default", {}),

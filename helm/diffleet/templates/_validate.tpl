@@ -79,6 +79,14 @@ Faults are collected in a list inside a dict, since a template cannot return one
 {{- end -}}
 
 {{- define "diffleet.validateJobs" -}}
+{{- with .root.Values -}}
+{{- if and .api.webhooks.existingSecret (not .jobs.enabled) -}}
+{{- include "diffleet.fault" (dict "faults" $.faults "text" "api.webhooks.existingSecret is set, but jobs.enabled is false: the jobs deliver webhooks. Enable them, or remove the Secret.") -}}
+{{- end -}}
+{{- if and .api.webhooks.existingSecret .networkPolicy.enabled (not .jobs.egress) -}}
+{{- include "diffleet.fault" (dict "faults" $.faults "text" "webhooks leave the pods of the jobs, and a network policy holds them back: list in jobs.egress where they may go, or set networkPolicy.enabled=false.") -}}
+{{- end -}}
+{{- end -}}
 {{- with .root.Values.jobs -}}
 {{- $need := add .drain.seconds 15 -}}
 {{- if and .enabled (lt (int64 .terminationGracePeriodSeconds) $need) -}}
