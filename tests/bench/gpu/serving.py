@@ -24,10 +24,11 @@ from statistics import median
 
 import torch
 
-from shared.commands import Generate, Limits, Sampling
+from shared.commands import Generate, Limits
 from shared.decoding import LowConfidenceStatic
 from shared.events import Delta, Failed, Finished
 from tests.bench.gpu.shapes import SHAPES, Shape, random_model
+from tests.bench.gpu.soak import STEPS_OF_AN_HOUR, soak
 from tests.worker.texts import NoText
 from worker.ahead import AheadRunner
 from worker.engine.engine import Engine
@@ -222,64 +223,6 @@ def bench_prompts(model: LoadedModel, report: Report, running: int, coming: int,
     )
 
 
-def bench_soak(model: LoadedModel, report: Report, seconds: float) -> None:
-    """Mixed arrivals, aborts and preemptions over few pages; pages and memory must be at the end what they were."""
-    draw = random.Random(1)
-    rows, pages = 24, 24 * 6
-    watched = Watched(model, rows, pages, budget=2048)
-    engine, number, steps, ends = watched.engine, 0, 0, dict[str, int]()
-    alive: list[str] = []
-    marks: list[tuple[float, int, int]] = []
-    began = time.perf_counter()
-    while time.perf_counter() - began < seconds or not engine.idle:
-        inbox = Inbox()
-        arriving = time.perf_counter() - began < seconds
-        while arriving and engine.load().waiting + len(inbox.arrivals) < 8 and draw.random() < 0.8:
-            sampled = draw.random()
-            request = a_request(number, model, draw.choice([8, 40, 120, 300]), draw.choice([5, 60, 300, 700]))
-            # Some texts come again and again, from the cache if they are still in it.
-            text = draw.randrange(12)
-            request = request.model_copy(
-                update={
-                    "prompt": (*range(32 * text), *request.prompt),
-                    "cache_prompt": True,
-                    "sampling": Sampling(temperature=0.8, seed=number, top_p=0.9 if sampled < 0.1 else 1.0)
-                    if sampled < 0.4
-                    else Sampling(),
-                }
-            )
-            number += 1
-            alive.append(request.id)
-            inbox.arrivals.append(Arrival(request, epoch=1))
-        if alive and draw.random() < 0.03:
-            inbox.aborts.append((draw.choice(alive), "cancelled"))
-        for event in engine.step(inbox).events:
-            if isinstance(event, Finished | Failed):
-                detail = event.detail if isinstance(event, Finished) else event.code
-                ends[detail] = ends.get(detail, 0) + 1
-                alive.remove(event.id)
-        steps += 1
-        if steps % 200 == 0:
-            load = engine.load()
-            marks.append((time.perf_counter() - began, torch.cuda.memory_allocated(), load.running))
-    load = engine.load()
-    used = [memory for _, memory, _ in marks]
-    report(
-        {
-            "bench": "soak",
-            "requests": number,
-            "steps": steps,
-            "ends": ends,
-            "preemptions": load.preemptions,
-            "cached_tokens": load.cached_tokens,
-            "pages_lost": load.total_pages - load.free_pages,
-            "memory_growth_mb": (used[-1] - used[len(used) // 4]) / 1e6 if len(used) > 4 else None,
-            "memory_peak_gb": torch.cuda.max_memory_allocated() / 1e9,
-            "rows_median": median(running for _, _, running in marks) if marks else None,
-        }
-    )
-
-
 # --- the whole path
 
 
@@ -371,7 +314,8 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=32)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seconds", type=float, default=240.0, help="of a soak at most")
+    parser.add_argument("--soak-steps", type=int, default=STEPS_OF_AN_HOUR, help="of a soak; try --model soak with it")
     parser.add_argument("--weights", default="stored", choices=("stored", "fp8"))
     parser.add_argument("--head", default="stored", choices=("stored", "fp8"))
     parser.add_argument("--plain", action="store_true", help="beside it the runner that does not go ahead")
@@ -414,7 +358,7 @@ def main() -> None:
                         bench_prompts(model, report, 8, 64, budget)
                         _tidy()
                 elif what == "soak":
-                    bench_soak(model, report, arguments.seconds)
+                    report(soak(model, arguments.soak_steps, arguments.seconds))
                 else:
                     limits = BatchLimits(64, 2048, pages_ahead=True)
                     report({"bench": "memory", "step_gb": step_bytes(model, limits, PAGE) / 1e9})

@@ -63,7 +63,9 @@ LLADA2_MINI = Shape(
 )
 TINY = Shape("tiny", LayerShape(64, 4, 2, 16, 128, 1e-6, head_norm=True), 2, 1024, 1e5, 1e5)
 """To try a benchmark where there is no GPU."""
-SHAPES = {shape.name: shape for shape in (SDAR_8B, LLADA_8B, LLADA2_MINI, TINY)}
+SOAK = Shape("soak", LayerShape(1024, 8, 4, 128, 2816, 1e-6, head_norm=True), 4, 8192, 5.5e7, 5.5e7)
+"""Small enough that the host sets the pace; heads as in SDAR."""
+SHAPES = {shape.name: shape for shape in (SDAR_8B, LLADA_8B, LLADA2_MINI, SOAK, TINY)}
 
 
 def _scatter_routing(mlp: MoeMLP) -> None:
@@ -79,8 +81,8 @@ def _scatter_routing(mlp: MoeMLP) -> None:
     mlp.forward = forward
 
 
-def random_model(shape: Shape, device: torch.device) -> LoadedModel:
-    module = Decoder(shape.layer, shape.layers, shape.vocab, 1e6, False, device=device, dtype=BF16)
+def random_model(shape: Shape, device: torch.device, dtype: torch.dtype = BF16) -> LoadedModel:
+    module = Decoder(shape.layer, shape.layers, shape.vocab, 1e6, False, device=device, dtype=dtype)
     for layer in module.layers:
         if isinstance(layer.mlp, MoeMLP):
             _scatter_routing(layer.mlp)
@@ -106,4 +108,4 @@ def random_model(shape: Shape, device: torch.device) -> LoadedModel:
         head_dim=layer.head_dim,
         decoding=LowConfidenceStatic(),
     )
-    return LoadedModel(spec, module.eval(), device, BF16)
+    return LoadedModel(spec, module.eval(), device, dtype)
