@@ -2,16 +2,26 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from shared.cli.canvas import Canvas, CanvasScreen, Glyphs, footer, printable
 
 
-async def show_answer(states: AsyncIterator[Canvas], *, watch: bool) -> Canvas:
-    """Follow the states to their end, print the last one's text, and return it.
+def text_of(canvas: Canvas) -> str:
+    return canvas.text
+
+
+def holes_of(canvas: Canvas) -> str:
+    """Return what was put into the holes of a template, as JSON."""
+    return json.dumps(dict(canvas.holes or {}), ensure_ascii=False)
+
+
+async def show_answer(states: AsyncIterator[Canvas], *, watch: bool, tell: Callable[[Canvas], str] = text_of) -> Canvas:
+    """Follow the states to their end, print what is to be told of the last one (its text), and return it.
 
     Without a terminal on stderr there is no drawing. With `watch`, the costs are told on stderr afterwards. If it is
     cancelled, what was committed by then is still printed.
@@ -26,9 +36,9 @@ async def show_answer(states: AsyncIterator[Canvas], *, watch: bool) -> Canvas:
                     screen.show(canvas)
     except asyncio.CancelledError:
         if canvas.text:
-            _print(canvas.text)
+            _print(tell(canvas))
         raise
-    _print(canvas.text)
+    _print(tell(canvas))
     if watch:
         glyphs = Glyphs.of(sys.stderr.encoding)
         print(footer(canvas, time.monotonic() - started, glyphs), file=sys.stderr)

@@ -9,6 +9,7 @@ import io
 import os
 import time
 import unicodedata
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TextIO
 
@@ -44,6 +45,8 @@ class Canvas:
     nfe: int = 0
     tokens: int = 0
     finish: str | None = None
+    holes: Mapping[str, str] | None = None
+    """What was put into the holes of a template, at the end."""
 
     def committed(self, text: str, tokens: int, nfe: int) -> "Canvas":
         """Return the canvas after a block was committed; `tokens` counts its tokens, `nfe` all forwards so far."""

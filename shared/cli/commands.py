@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,10 @@ import typer.core
 from pydantic import ValidationError
 
 from shared.cli import operating
+from shared.cli.answer import holes_of
+from shared.cli.canvas import Canvas
 from shared.cli.exits import Exit
+from shared.cli.infill import Infill, parse, rooms_of, text_of
 from shared.cli.question import Question, schema_of
 from shared.cli.reporting import reporting, run
 from shared.settings import ServiceSettings, check_model_name
@@ -142,7 +146,9 @@ def up(
 
 @app.command()
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to ask; '-' reads it from standard input.")],
+    prompt: Annotated[
+        str | None, typer.Argument(help="What to ask; '-' reads it from standard input. May be left out with --infill.")
+    ] = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Show the canvas while it is denoised.")] = False,
     url: Url = DEFAULT_URL,
     redis_url: Annotated[
@@ -160,27 +166,57 @@ def generate(
     json_schema: Annotated[
         str | None, typer.Option(help="The answer is JSON that this schema accepts: a file, or the schema itself.")
     ] = None,
+    infill: Annotated[
+        str | None,
+        typer.Option(help="Fill the holes of this text: the text itself, a file, or '-' for standard input."),
+    ] = None,
+    hole: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=TOKENS", help="Room of a hole of --infill; repeat it.")
+    ] = None,
+    holes: Annotated[
+        bool, typer.Option("--holes", help="With --infill: print what was put into each hole, as JSON.")
+    ] = False,
 ) -> None:
     """Ask a running fleet, and print the answer.
 
     With --watch, masks and tokens, coloured by confidence, are drawn on standard error while they change, if that is a
     terminal. The answer is printed once, on standard output.
+
+    Holes of --infill are {{name}}, {{name:12}} for one of 12 tokens, or ___ and ___12 for those without a name. They
+    are filled together; the text around them comes back as it is. With a PROMPT the text is the answer to it, or with
+    --raw its continuation; without one the text stands for itself.
     """
+    template = _infill(infill, hole or [], holes, redis_url, prompt)
+    leading = ""
+    if prompt is None:
+        if template is None:
+            raise typer.BadParameter("is missing", param_hint="PROMPT")
+        try:
+            leading, template = template.split()
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--infill") from error
     question = Question(
-        prompt=_stdin() if prompt == "-" else prompt,
+        prompt=leading if prompt is None else _stdin() if prompt == "-" else prompt,
         model=model,
         max_tokens=max_tokens,
         temperature=temperature,
         seed=seed,
         threshold=threshold,
         block_length=block_length,
-        raw=raw,
+        raw=raw or prompt is None,
         json_schema=None if json_schema is None else _schema(json_schema),
+        infill=template,
     )
-    run(_generate(question, watch, url, redis_url))
+
+    def tell(canvas: Canvas) -> str:
+        return holes_of(canvas) if holes else leading + canvas.text
+
+    run(_generate(question, watch, url, redis_url, tell))
 
 
-async def _generate(question: Question, watch: bool, url: str, redis_url: str | None) -> None:
+async def _generate(
+    question: Question, watch: bool, url: str, redis_url: str | None, tell: Callable[[Canvas], str]
+) -> None:
     from shared.cli import http_fleet, redis_fleet
     from shared.cli.answer import show_answer
 
@@ -190,7 +226,7 @@ async def _generate(question: Question, watch: bool, url: str, redis_url: str | 
         else redis_fleet.ask(redis_url, question, frames=watch)
     )
     async with answer as states:
-        await show_answer(states, watch=watch)
+        await show_answer(states, watch=watch, tell=tell)
 
 
 @app.command(context_settings=_PASS_ON)
@@ -288,6 +324,28 @@ def _schema(argument: str) -> dict[str, Any]:
         return schema_of(argument)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--json-schema") from error
+
+
+def _infill(
+    argument: str | None, rooms: list[str], holes: bool, redis_url: str | None, prompt: str | None
+) -> Infill | None:
+    if argument is None:
+        for option, given in (("--hole", bool(rooms)), ("--holes", holes)):
+            if given:
+                raise typer.BadParameter("goes with --infill", param_hint=option)
+        return None
+    if redis_url is not None:
+        raise typer.BadParameter("goes through the api: leave --redis-url out", param_hint="--infill")
+    if argument == prompt == "-":
+        raise typer.BadParameter("PROMPT is read from standard input already", param_hint="--infill")
+    try:
+        sizes = rooms_of(rooms)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--hole") from error
+    try:
+        return parse(text_of(argument), sizes)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--infill") from error
 
 
 def _stdin() -> str:

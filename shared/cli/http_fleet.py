@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -45,7 +46,7 @@ async def ask(url: str, question: Question, *, frames: bool) -> AsyncGenerator[A
     Leaving early closes the connection, which ends the request in the fleet.
     """
     path, body = request_of(question, frames)
-    advance = after_native if question.raw else after_chat
+    advance = {"/generate": after_native, "/v1/completions": after_completion}.get(path, after_chat)
     async with connected(url) as client, client.stream("POST", path, json=body) as response:
         if response.status_code != 200:
             raise refusal(response.status_code, await response.aread())
@@ -54,7 +55,7 @@ async def ask(url: str, question: Question, *, frames: bool) -> AsyncGenerator[A
 
 
 def request_of(question: Question, frames: bool) -> tuple[str, dict[str, object]]:
-    """Return path and body: a chat, or the native route for a raw prompt."""
+    """Return path and body: a chat, or for a raw prompt the native route, or with holes that of completions."""
     body: dict[str, object] = {
         "model": question.model,
         "max_tokens": question.max_tokens,
@@ -65,13 +66,22 @@ def request_of(question: Question, frames: bool) -> tuple[str, dict[str, object]
         "stream_mode": "denoise" if frames else "block_append",
     }
     body = {name: value for name, value in body.items() if value is not None}
-    if question.threshold is not None:
-        body["diffusion"] = {"threshold": question.threshold}
     if question.json_schema is not None:
         body["guided_json"] = question.json_schema
+    diffusion: dict[str, object] = {} if question.threshold is None else {"threshold": question.threshold}
+    counts = {"include_usage": True, "continuous_usage_stats": True}
+    if question.infill is not None:
+        diffusion["template"] = question.infill.template
+        if question.raw:
+            del body["stream_mode"]
+            if frames:
+                diffusion |= {"stream": "frames", "frame_detail": "full"}
+            raw = {"prompt": question.prompt, "stream_options": counts, "diffusion": diffusion}
+            return "/v1/completions", {**body, **raw}
+    if diffusion:
+        body["diffusion"] = diffusion
     if question.raw:
         return "/generate", {**body, "prompt": question.prompt}
-    counts = {"include_usage": True, "continuous_usage_stats": True}
     return "/v1/chat/completions", {**body, "messages": question.messages, "stream_options": counts}
 
 
@@ -86,9 +96,39 @@ def after_chat(canvas: Canvas, chunk: Mapping[str, Any]) -> Canvas:
             canvas = _denoised(canvas, view)
         if text := choice["delta"].get("content"):
             canvas = canvas.committed(text, tokens - canvas.tokens, nfe)
-        if choice.get("finish_reason"):
-            canvas = canvas.finished(choice.get("finish_detail") or choice["finish_reason"])
+        canvas = _ended(canvas, choice)
     return canvas.finished(canvas.finish, tokens, nfe) if canvas.finish else canvas
+
+
+def after_completion(canvas: Canvas, chunk: Mapping[str, Any]) -> Canvas:
+    """Return the canvas after one chunk of a completion, whose frames are edits; raises `Stop` for an error frame."""
+    if error := chunk.get("error"):
+        raise _failure(error)
+    usage: Mapping[str, int] = chunk.get("usage") or {}
+    tokens, nfe = usage.get("completion_tokens", canvas.tokens), usage.get("nfe", canvas.nfe)
+    for choice in chunk["choices"]:
+        if (view := chunk.get("diffusion")) and view["step"] is not None:
+            canvas = _edited(canvas, view, nfe)
+        if text := choice.get("text"):
+            canvas = canvas.committed(text, tokens - canvas.tokens, nfe)
+        canvas = _ended(canvas, choice)
+    return canvas.finished(canvas.finish, tokens, nfe) if canvas.finish else canvas
+
+
+def _ended(canvas: Canvas, choice: Mapping[str, Any]) -> Canvas:
+    if not choice.get("finish_reason"):
+        return canvas
+    canvas = canvas.finished(choice.get("finish_detail") or choice["finish_reason"])
+    told: Mapping[str, Any] = choice.get("diffusion") or {}
+    return replace(canvas, holes=told.get("holes"))
+
+
+def _edited(canvas: Canvas, view: Mapping[str, Any], nfe: int) -> Canvas:
+    """Return the canvas with those positions of its active block changed that a frame names; a full one names all."""
+    cells = {} if view["full"] else dict(enumerate(canvas.active, view["offset"]))
+    for position, token, text, _, sure in view["edits"]:
+        cells[position] = Cell(None if token is None else text, sure)
+    return canvas.denoised(tuple(cells[position] for position in sorted(cells)), view["step"], nfe)
 
 
 def after_native(canvas: Canvas, event: Mapping[str, Any]) -> Canvas:

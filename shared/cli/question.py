@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from shared.cli.infill import Infill
+
 
 @dataclass(frozen=True, slots=True)
 class Question:
@@ -23,6 +25,8 @@ class Question:
     raw: bool = False
     json_schema: dict[str, Any] | None = None
     """What the answer must be."""
+    infill: Infill | None = None
+    """What the answer is to have around its holes."""
     before: tuple[tuple[str, str], ...] = ()
 
     @property

@@ -104,9 +104,9 @@ def test_c35_a_batch_runs_to_its_end_beside_bad_lines(client: OpenAI) -> None:
         "bad-value": 400,
         "streamed": 400,
     }
-    assert ended.usage and ended.usage.output_tokens == sum(
-        row["response"]["body"]["usage"]["completion_tokens"] for row in good
-    )
+    # openai 1 has no type for this.
+    usage: Any = ended.to_dict()["usage"]
+    assert usage["output_tokens"] == sum(row["response"]["body"]["usage"]["completion_tokens"] for row in good)
     assert batch.id in {listed.id for listed in client.batches.list(limit=2)}
     with pytest.raises(openai.ConflictError):
         client.batches.cancel(batch.id)
@@ -133,8 +133,9 @@ def test_c35_a_batch_of_embeddings_has_the_vectors_of_single_calls(client: OpenA
             assert item["embedding"] == pytest.approx(other.embedding, abs=1e-5)
     packed = client.embeddings.create(model=MODEL, input=inputs[0], dimensions=8).data[0].embedding
     assert len(packed) == 8 and isinstance(good[0]["data"][0]["embedding"], str)
-    assert ended.usage and ended.usage.output_tokens == 0
-    assert ended.usage.input_tokens == sum(body["usage"]["prompt_tokens"] for body in good) > 0
+    usage: Any = ended.to_dict()["usage"]
+    assert usage["output_tokens"] == 0
+    assert usage["input_tokens"] == sum(body["usage"]["prompt_tokens"] for body in good) > 0
 
 
 def test_c35_a_file_that_is_no_batch_fails_with_the_lines_at_fault(client: OpenAI) -> None:
@@ -374,8 +375,13 @@ def test_c36_responses_are_cancelled_continued_listed_and_deleted(client: OpenAI
     first = client.responses.create(model=MODEL, input="My name is Ann.", instructions="Be brief.")
     second = client.responses.create(model=MODEL, input="What is my name?", previous_response_id=first.id)
     assert first.usage and second.usage and second.previous_response_id == first.id
-    counted = client.responses.input_tokens.count(model=MODEL, input="What is my name?", previous_response_id=first.id)
-    assert counted.input_tokens == second.usage.input_tokens
+    asked: Any = {"model": MODEL, "input": "What is my name?", "previous_response_id": first.id}
+    if hasattr(client.responses, "input_tokens"):
+        count = client.responses.input_tokens.count(**asked).input_tokens
+    else:  # openai 1
+        counted: Any = client.post("/responses/input_tokens", body=asked, cast_to=object)
+        count = counted["input_tokens"]
+    assert count == second.usage.input_tokens
     (item,) = client.responses.input_items.list(second.id)
     assert item.type == "message" and item.id
     client.responses.delete(first.id)
