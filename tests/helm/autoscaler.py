@@ -14,7 +14,6 @@ from redis.exceptions import RedisError
 
 from tests.helm.chart import Object
 
-_HPA_SYNC_S = 15
 _TOLERANCE = 0.1
 
 
@@ -60,6 +59,7 @@ class Autoscaler:
     value: float = 0.0
     broken: int = 0
     """Failed looks at Redis in a row."""
+    sync_s: float = 15.0
     _last_active: float | None = None
     _next_poll: float = 0.0
     _next_sync: float = 0.0
@@ -75,12 +75,12 @@ class Autoscaler:
             self._next_poll = now + self._spec["pollingInterval"]
             self._poll(now)
         if now >= self._next_sync:
-            self._next_sync = now + _HPA_SYNC_S
+            self._next_sync = now + self.sync_s
             if self.replicas > 0:
-                self._sync(now)
+                self.sync(now)
 
     def _poll(self, now: float) -> None:
-        if not self._look():
+        if not self.look():
             return
         least = self._spec["minReplicaCount"]
         if self.value > float(self._modifiers["activationTarget"]):
@@ -94,8 +94,9 @@ class Autoscaler:
             if since >= self._spec[patience]:
                 self._set(now, 0)  # from any number in one step
 
-    def _sync(self, now: float) -> None:
-        if not self._look():
+    def sync(self, now: float) -> None:
+        """Do what the HPA does every `sync_s`."""
+        if not self.look():
             fallback = self._spec["fallback"]
             if self.broken > fallback["failureThreshold"]:
                 self._set(now, max(self.replicas, fallback["replicas"]))
@@ -120,7 +121,7 @@ class Autoscaler:
             return min(stable, self.replicas - added + up.pods) if added < up.pods else self.replicas
         return max(stable, self.replicas + removed - down.pods) if removed < down.pods else self.replicas
 
-    def _look(self) -> bool:
+    def look(self) -> bool:
         """Read all triggers into `value`; return False if one cannot be read."""
         try:
             values: dict[str, Any] = {}

@@ -32,6 +32,7 @@ PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler
 _PACKAGES = ("golang-1.19-go", "golang-1.19-src", "etcd-server", "golang-github-modern-go-reflect2-dev")
 _KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 _TOKEN = "admin"
+HPA_SYNC_S = 1
 _TO_1_20 = (
     ("Chart.yaml", 'kubeVersion: ">=1.28.0-0"', 'kubeVersion: ">=0.0.0-0"'),
     ("templates/worker/pdb.yaml", "policy/v1\n", "policy/v1beta1\n"),
@@ -152,6 +153,9 @@ class ControlPlane:
         self.kubeconfig.write_text(json.dumps(self._config()))
         key = folder / "sa.key"
         subprocess.run(["openssl", "genrsa", "-out", str(key), "2048"], check=True, capture_output=True, timeout=60)
+        proxy = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=aggregator"]
+        proxy += ["-keyout", str(folder / "proxy.key"), "-out", str(folder / "proxy.crt")]
+        subprocess.run(proxy, check=True, capture_output=True, timeout=60)
         url = f"http://127.0.0.1:{self._etcd}"
         self._spawn(
             "etcd", "--data-dir", str(folder / "etcd"), "--listen-client-urls", url, "--advertise-client-urls", url,
@@ -164,11 +168,17 @@ class ControlPlane:
             "AlwaysAllow", "--service-account-key-file", str(key), "--service-account-signing-key-file", str(key),
             "--service-account-issuer", "https://local", "--service-cluster-ip-range", "10.0.0.0/24",
             "--disable-admission-plugins", "ServiceAccount,TaintNodesByCondition",
+            "--requestheader-client-ca-file", str(folder / "proxy.crt"), "--requestheader-username-headers",
+            "X-Remote-User", "--requestheader-group-headers", "X-Remote-Group", "--requestheader-extra-headers-prefix",
+            "X-Remote-Extra-", "--proxy-client-cert-file", str(folder / "proxy.crt"), "--proxy-client-key-file",
+            str(folder / "proxy.key"),
         )  # fmt: skip
         self.until(lambda: self.get("/readyz") is not None, "the apiserver is ready")
         controllers = "deployment,replicaset,disruption,garbagecollector,namespace,endpoint,endpointslice"
+        controllers += ",horizontalpodautoscaling"
         common = ("--kubeconfig", str(self.kubeconfig), "--leader-elect=false", "--port=0", "--secure-port=0")
-        self._spawn("kube-controller-manager", *common, "--controllers", controllers)
+        hpa = ("--horizontal-pod-autoscaler-sync-period", f"{HPA_SYNC_S}s")
+        self._spawn("kube-controller-manager", *common, "--controllers", controllers, *hpa)
         self._spawn("kube-scheduler", *common)
         self.until(lambda: self.get("/api/v1/namespaces/default") is not None, "the namespace is there")
         self._kubelet.start()

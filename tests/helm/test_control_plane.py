@@ -7,16 +7,22 @@ import json
 import os
 import subprocess
 import tempfile
+import time
 import urllib.error
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shared.client import FleetClient
+from shared.queue import WorkerQueue
+from tests.helm.autoscaler import Autoscaler
 from tests.helm.binaries import CARRIERS, Carrier, helm
-from tests.helm.chart import Object, merged
-from tests.helm.control_plane import ControlPlane, built, chart_for_1_20, control_plane
+from tests.helm.chart import Object, merged, render
+from tests.helm.control_plane import HPA_SYNC_S, ControlPlane, built, chart_for_1_20, control_plane
+from tests.helm.external_metrics import ExternalMetrics, hpa_for
+from tests.shared.protocol_for_tests import MODEL, card_of, command_for, finish
 
 pytestmark = [
     pytest.mark.slow,
@@ -168,3 +174,64 @@ def test_43_turning_scaling_on_keeps_the_workers_that_there_are(
     plane.scale(WORKERS, 4)
     upgrade(plane, chart, changed(scaling), carrier)
     assert plane.deployment(WORKERS)["spec"]["replicas"] == 4
+
+
+class Replayed(Autoscaler):
+    """The autoscaler of check 42, told what the real one was told."""
+
+    def look(self) -> bool:
+        return True
+
+
+async def test_43_a_real_hpa_scales_on_the_queue_of_a_real_redis_as_the_simulated_one_does(
+    plane: ControlPlane, chart: Path, tmp_path: Path, redis_url: str, fleet_redis: Any
+) -> None:
+    rules = {"windowSeconds": 0, "pods": 2, "periodSeconds": 4}, {"windowSeconds": 8, "pods": 1, "periodSeconds": 8}
+    scaling = {"enabled": True, "min": 1, "max": 4, "target": 4, "scaleUp": rules[0], "scaleDown": rules[1]}
+    pool = {"gpu": {"count": 0}, "replicas": 1, "model": {"name": MODEL}}
+    upgrade(plane, chart, merged(VALUES, {"pools": {"chat": pool}}))
+    plane.until(lambda: plane.rolled_out(WORKERS), "one worker")
+    (scaled,) = render(merged(VALUES, {"pools": {"chat": {**pool, "scaling": scaling}}})).of("ScaledObject")
+
+    queue = Autoscaler(scaled, fleet_redis, replicas=1)
+
+    def outstanding() -> float:
+        assert queue.look()
+        return queue.value
+
+    seen: list[tuple[float, int]] = []
+
+    def at(replicas: int) -> Callable[[], bool]:
+        def look() -> bool:
+            now = plane.deployment(WORKERS)["spec"]["replicas"]
+            if not seen or seen[-1][1] != now:
+                seen.append((time.monotonic(), now))
+            return now == replicas
+
+        return look
+
+    async with FleetClient.connect(redis_url) as fleet:
+        queue_of_m = WorkerQueue.connect(redis_url, MODEL, "w", lease_ms=3_600_000, slots=64)
+        await queue_of_m.publish_card(card_of(MODEL))
+        with ExternalMetrics(plane, tmp_path, outstanding) as metrics:
+            plane.call("POST", "/apis/autoscaling/v2beta2/namespaces/default/horizontalpodautoscalers", hpa_for(scaled))
+            plane.until(lambda: at(1)() and bool(metrics.told), "the HPA looks at an empty queue")
+            for _ in range(14):
+                await fleet.submit(command_for(MODEL))
+            plane.until(at(4), "four workers for fourteen requests")
+            for claim in await queue_of_m.take(14):
+                await finish(queue_of_m, claim)
+            plane.until(at(1), "one worker for none")
+            plane.until(lambda: plane.rolled_out(WORKERS), "the others have gone")
+        await queue_of_m.close()
+
+    # The numbers of the research: up by two, then by one, as 14 need 4; down one by one.
+    assert [replicas for _, replicas in seen] == [1, 3, 4, 3, 2, 1]
+
+    replay, replayed = Replayed(scaled, fleet_redis, replicas=1, sync_s=HPA_SYNC_S), [(seen[0][0], 1)]
+    for now, value in metrics.told:
+        replay.value = value
+        replay.sync(now)
+        if replay.replicas != replayed[-1][1]:
+            replayed.append((now, replay.replicas))
+    assert [replicas for _, replicas in replayed] == [replicas for _, replicas in seen]
