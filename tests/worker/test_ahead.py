@@ -184,7 +184,7 @@ def test_rows_that_share_too_small_a_budget_all_come_to_an_end(model, budget):
 
 
 def test_rows_in_steady_state_are_never_postponed(model):
-    """What the device does by itself is what the engine asks for: only the first step of a row has to wait."""
+    """What the device does by itself is what the engine asks for, and there are slots for all who need one."""
     requests = [
         Generate(
             id=f"g-{number}",
@@ -195,7 +195,7 @@ def test_rows_in_steady_state_are_never_postponed(model):
         )
         for number in range(1, 5)
     ]
-    forward = make_ahead(model, 96, 4)
+    forward = make_ahead(model, 96, 4, "a slot for each")
     run(make_engine(model, forward, 96, 4), [requests])
     assert forward.postponed == 0
     assert forward.asked == 4 * 20

@@ -30,22 +30,32 @@ from shared.events import Delta, Failed, Finished
 from tests.bench.gpu.shapes import SHAPES, Shape, random_model
 from tests.bench.gpu.soak import STEPS_OF_AN_HOUR, soak
 from tests.worker.texts import NoText
-from worker.ahead import AheadRunner
+from worker.ahead import AheadRunner, make_graphs
 from worker.engine.engine import Engine
 from worker.engine.plan import Plan
 from worker.engine.ports import Arrival, Decision, Inbox
 from worker.engine.scheduler import BatchLimits, CacheShape
+from worker.foresight import Offer
 from worker.memory import step_bytes
 from worker.models import LoadedModel
 from worker.models.fp8 import quantize, quantize_head
 from worker.models.layers import Decoder
 from worker.models.spec import Attention, Commit
+from worker.runner import Runner
 from worker.runners import make_runner
 
 PAGE = 32
 CONTEXT = 1024
 PRODUCE = 256
 BUDGET = 4096
+
+OFFERS = {
+    "chosen": Offer(),
+    "own pass": Offer(slots=(0,), whole=2**30),
+    "a slot for each": Offer(slots=(1,), whole=2**30),
+    "slots, all room": Offer(whole=2**30),
+}
+"""Ways to commit: a pass that decides nothing, two blocks in every step, or as many slots as are needed."""
 
 Report = Callable[[dict[str, object]], None]
 
@@ -59,6 +69,8 @@ class Watched:
     pages: int
     budget: int = BUDGET
     ahead: bool = True
+    offer: Offer | None = None
+    """Slots and room that steps of all rows come with; None: as in service, for all numbers of rows."""
     times: list[float] = field(default_factory=list)
     """When each forward was answered, s."""
     accepted: list[int] = field(default_factory=list)
@@ -69,9 +81,17 @@ class Watched:
     """Tokens of prompts in it."""
 
     def __post_init__(self) -> None:
-        self.forward = make_runner(
-            self.model, self.pages, PAGE, self.model.device, max_rows=self.rows, max_model_len=2048, ahead=self.ahead
-        )
+        device, began = self.model.device, time.perf_counter()
+        if self.offer is None:
+            self.forward = make_runner(
+                self.model, self.pages, PAGE, device, max_rows=self.rows, max_model_len=2048, ahead=self.ahead
+            )
+        else:
+            bounded = replace(self.model, spec=replace(self.model.spec, max_model_len=2048))
+            runner = Runner(bounded, self.pages, PAGE, device)
+            self.forward = AheadRunner(runner, make_graphs(runner, self.rows), [self.rows], self.offer)
+            self.forward.capture(lambda done, of: None)
+        self.start_s = time.perf_counter() - began
         limits = BatchLimits(self.rows, self.budget, pages_ahead=self.ahead)
         spec = replace(self.model.spec, max_model_len=2048)
         self.engine = Engine(spec, CacheShape(PAGE, self.pages), limits, self._timed, lambda request, resume: NoText())
@@ -102,10 +122,11 @@ def served(shape: Shape, model: LoadedModel, block: int, steps: int) -> LoadedMo
     return replace(model, spec=replace(model.spec, block_length=block, decoding=LowConfidenceStatic(steps=steps)))
 
 
-def bench_engine(model: LoadedModel, report: Report, rows: int, ahead: bool = True) -> None:
+def bench_engine(model: LoadedModel, report: Report, rows: int, how: str = "chosen") -> None:
     """All rows at once, from their prompts to the end; what is told is the time in which all of them decode."""
     pages = rows * ((CONTEXT + PRODUCE) // PAGE + 3)
-    watched = Watched(model, rows, pages, ahead=ahead)
+    ahead = how != "plain"
+    watched = Watched(model, rows, pages, ahead=ahead, offer=OFFERS.get(how))
     requests = [a_request(number, model) for number in range(rows)]
     inbox = Inbox(arrivals=[Arrival(request, epoch=1) for request in requests])
     began, first, last = time.perf_counter(), dict[str, float](), dict[str, float]()
@@ -131,6 +152,8 @@ def bench_engine(model: LoadedModel, report: Report, rows: int, ahead: bool = Tr
             "rows": rows,
             "block": model.spec.block_length,
             "ahead": ahead,
+            "commit": how,
+            "start_s": watched.start_s,
             "step_ms": median(steps) * 1e3,
             "tokens_s": sum(watched.accepted[i] for i in full) / seconds,
             "steps": len(full),
@@ -311,17 +334,18 @@ def main() -> None:
     parser.add_argument("what", nargs="+", choices=("engine", "llada", "prompts", "soak", "path", "memory"))
     parser.add_argument("--model", default="SDAR-8B", choices=list(SHAPES))
     parser.add_argument("--rows", default="1,8,32,64")
-    parser.add_argument("--block", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--block", default="32", help="block lengths; the first is that of all but the engine")
+    parser.add_argument("--steps", default="8", help="steps of each block")
+    parser.add_argument("--commit", default="chosen", help=f"ways, by commas, of {list(OFFERS)} and plain")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=240.0, help="of a soak at most")
     parser.add_argument("--soak-steps", type=int, default=STEPS_OF_AN_HOUR, help="of a soak; try --model soak with it")
     parser.add_argument("--weights", default="stored", choices=("stored", "fp8"))
     parser.add_argument("--head", default="stored", choices=("stored", "fp8"))
-    parser.add_argument("--plain", action="store_true", help="beside it the runner that does not go ahead")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
-    rows = [int(each) for each in arguments.rows.split(",")]
+    given = (arguments.rows, arguments.block, arguments.steps)
+    rows, blocks, steps = ([int(each) for each in value.split(",")] for value in given)
     with (Path(os.environ.get("OUT", ".")) / "serving.jsonl").open("a") as file:
 
         def report(row: dict[str, object]) -> None:
@@ -335,7 +359,7 @@ def main() -> None:
             shape = SHAPES[arguments.model]
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
             with torch.inference_mode():
-                model = served(shape, random_model(shape, device), arguments.block, arguments.steps)
+                model = served(shape, random_model(shape, device), blocks[0], steps[0])
                 if arguments.weights == "fp8":
                     assert isinstance(model.module, Decoder)
                     quantize(model.module)
@@ -344,11 +368,13 @@ def main() -> None:
                     quantize_head(model.module)
             for what in alone:
                 if what == "engine":
-                    for each in rows:
-                        bench_engine(model, report, each)
-                        if arguments.plain:
-                            bench_engine(model, report, each, ahead=False)
-                        _tidy()
+                    for block, count in zip(blocks, steps, strict=True):
+                        model = served(shape, model, block, count)
+                        for each in rows:
+                            for how in arguments.commit.split(","):
+                                bench_engine(model, report, each, how)
+                                _tidy()
+                    model = served(shape, model, blocks[0], steps[0])
                 elif what == "llada":
                     for each in rows:
                         bench_llada(model, report, each)
@@ -366,7 +392,7 @@ def main() -> None:
             del model
             _tidy()
         if "path" in arguments.what:
-            asyncio.run(bench_path(arguments.model, report, rows, arguments.rounds, arguments.block, arguments.steps))
+            asyncio.run(bench_path(arguments.model, report, rows, arguments.rounds, blocks[0], steps[0]))
 
 
 def _tidy() -> None:
