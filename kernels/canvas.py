@@ -55,6 +55,10 @@ class Field(IntEnum):
     begins."""
     MISSING = 13
     """How many positions are masked."""
+    ADAPTER = 14
+    """One more than the place of the row's adapter; 0: none."""
+    SCALE = 15
+    """Bits of a float32: the adapter's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +112,8 @@ class Query:
     """[rows + slots, pages] int32"""
     decides: Tensor
     """[rows] int32: 1 for rows whose positions are those of their active block."""
+    owners: Tensor
+    """[rows + slots] int32: the row that each block of positions belongs to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +164,7 @@ def canvas_query(state: Tensor, layout: Layout, slots: int) -> Query:
         visible_end=torch.where(real, ends, 1).int().view(-1),
         page_table=table.int(),
         decides=(live & ~alone).int(),
+        owners=who.int(),
     )
 
 

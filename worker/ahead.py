@@ -61,10 +61,13 @@ def bucket_sizes(max_rows: int) -> list[int]:
     return [*(size for size in (1, 2, 4, 8, 16, *range(32, most, 16)) if size < most), most]
 
 
-def canvas_state(row: Row, layout: Layout) -> list[int] | None:
-    """Return what the device has to be told of a row, without its page numbers; None if it cannot decide it."""
+def canvas_state(row: Row, layout: Layout, adapter: tuple[int, float] | None = None) -> list[int] | None:
+    """Return what the device has to be told of a row, without its page numbers; None if it cannot decide it.
+
+    `adapter` is place and scale of the row's adapters.
+    """
     canvas = row.canvas
-    if canvas is None or not _is_plain(row, canvas, layout.block):
+    if canvas is None or not _is_plain(row, canvas, layout.block) or (row.lora and adapter is None):
         return None
     rule = _rule(canvas.decoding)
     if rule is None:
@@ -88,6 +91,8 @@ def canvas_state(row: Row, layout: Layout) -> list[int] | None:
     if not is_greedy(sampling):
         state[Field.DRAWS], state[Field.SEED] = 1, sampling.seed
     state[Field.TEMPERATURE] = _bits(divisor(sampling))
+    if adapter is not None:
+        state[Field.ADAPTER], state[Field.SCALE] = adapter[0] + 1, _bits(adapter[1])
     state[layout.tokens] = row.token_ids[-block:]
     state[layout.masked] = map(int, canvas.masked)
     # A row of an own end never asks for the block before, which may be shorter than its own.
@@ -112,7 +117,6 @@ def _is_plain(row: Row, canvas: Canvas, block: int) -> bool:
         and row.guide is None
         and row.positions is None
         and row.near is None
-        and not row.lora
         and not (canvas.last or canvas.seed or canvas.shift or any(canvas.editable) or canvas.forbidden)
         and canvas.guarded is None
         and not (canvas.decoding.stops_last and canvas.stop_token_ids)
@@ -177,6 +181,8 @@ class AheadRunner:
         self._pages: dict[str, tuple[int, ...]] = {}
         self._flight: _Flight | None = None
         self._pace = 1.0
+        self._adapted = False
+        """Some of the rows that are led run under adapters."""
         self._crowded = False
         """In the step that was read last a row found no room."""
         self._chosen = Counter[tuple[int, int, int]]()
@@ -186,12 +192,14 @@ class AheadRunner:
     def capture(self, progress: Progress) -> None:
         """Capture all steps that may be launched, and learn what they take."""
         graphs = self._graphs
-        of = sum(len(self._slots[size]) + len(self._room[size]) for size in self._sizes)
+        ways = (True, False) if graphs.bank is not None else (False,)
+        of = sum(len(ways) * len(self._slots[size]) + len(self._room[size]) for size in self._sizes)
         done = 0
         for size in reversed(self._sizes):
             for slots in reversed(self._slots[size]):
-                graphs.capture(size, slots)
-                progress(done := done + 1, of)
+                for adapted in ways:
+                    graphs.capture(size, slots, adapted)
+                    progress(done := done + 1, of)
             for room in reversed(self._room[size]):
                 graphs.capture_head(size, room)
                 progress(done := done + 1, of)
@@ -213,7 +221,7 @@ class AheadRunner:
     def __call__(self, plan: Plan) -> Decision:
         rows = len(plan.rows)
         decision = Decision([[]] * rows, [[]] * rows, [[]] * rows, [None] * rows)
-        states = [canvas_state(row, self._layout) for row in plan.rows]
+        states = self._states(plan)
         own = [index for index, state in enumerate(states) if state is not None][: self._sizes[-1]]
         flight, kept = self._flight, set[int]()
         if flight is not None:
@@ -221,6 +229,7 @@ class AheadRunner:
         # First, for it may fail for want of memory, and nothing has changed then.
         self._run_others(plan, set(own), kept, decision)
         self._seat(plan, own, kept, states)
+        self._adapted = any(plan.rows[index].lora for index in own)
         fresh = {plan.rows[i].request_id: states[i] or [] for i in own if i not in kept}
         following = self._launch(fresh, flight)
         if own and not kept:
@@ -233,6 +242,13 @@ class AheadRunner:
         self.asked += len(own)
         self.postponed += len(decision.postponed)
         return decision
+
+    def _states(self, plan: Plan) -> list[list[int] | None]:
+        bank = self._graphs.bank
+        if bank is None:
+            return [canvas_state(row, self._layout) for row in plan.rows]
+        bank.bring(row.lora for row in plan.rows)
+        return [canvas_state(row, self._layout, bank.find(row.lora) if row.lora else None) for row in plan.rows]
 
     def _agrees(self, flight: _Flight, row: Row, state: list[int]) -> bool:
         """Tell whether the step under way is the one that a row asks for."""
@@ -318,7 +334,7 @@ class AheadRunner:
         size = self._size(max(self._seats.values()) + 1)
         slots, room = self._choose(size, fresh, behind)
         self._chosen[size, slots, room] += 1
-        answer = self._graphs.launch(size, slots, room)
+        answer = self._graphs.launch(size, slots, room, self._adapted)
         return _Flight(answer, slots, room, dict(self._seats), dict(self._pages), fresh)
 
     def _choose(self, size: int, fresh: dict[str, list[int]], behind: _Flight | None) -> tuple[int, int]:
@@ -379,4 +395,5 @@ def make_graphs(runner: Runner, max_rows: int) -> StepGraphs:
     spec, page_size, scratch = runner.model.spec, runner.page_size, runner.num_pages
     width = -(-(spec.max_model_len + 2 * spec.block_length) // page_size)
     layout = Layout(spec.block_length, width, page_size, scratch)
-    return StepGraphs(runner.model, runner.kv, runner.barred, runner.filler_ids, layout, min(max_rows, MAX_ROWS))
+    rows = min(max_rows, MAX_ROWS)
+    return StepGraphs(runner.model, runner.kv, runner.barred, runner.filler_ids, layout, rows, runner.bank)

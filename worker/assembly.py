@@ -11,6 +11,7 @@ from shared.adapters import TARGETS_FILE, pack_targets
 from shared.card import CARD_FILES, ModelCard
 from shared.commands import Generate
 from shared.text import InvalidTokenizer, TextStream, Tokenizer
+from worker.adapters.bank import AdapterBank
 from worker.adapters.store import AdapterStore
 from worker.adapters.targets import Target, find_targets, shapes_of
 from worker.adapters.variant import with_adapter
@@ -24,7 +25,7 @@ from worker.engine.scheduler import BatchLimits, CacheShape
 from worker.engine.window import cuts_windows
 from worker.memory import step_bytes
 from worker.metered import Metered
-from worker.models import ModelError, load_model
+from worker.models import LoadedModel, ModelError, load_model
 from worker.models.fp8 import quantize, quantize_head
 from worker.models.spec import Commit, ModelSpec, kv_shapes
 from worker.runners import make_runner, runs_ahead
@@ -71,6 +72,7 @@ def assemble(settings: WorkerSettings) -> Assembly:
     )
     targets = find_targets(model) if settings.model_store is not None else {}
     adapters = _adapter_store(settings, targets, placement)
+    bank = _adapter_bank(settings, targets, adapters, model) if limits.pages_ahead else None
     # Adapters lie there once as they were loaded, and once side by side for the batch.
     kept = 2 * settings.lora_memory_mb * _MIB if adapters is not None else 0
     cache = cache_shape(settings, model.spec, placement, lambda page_size: kept + step_bytes(model, limits, page_size))
@@ -86,6 +88,7 @@ def assemble(settings: WorkerSettings) -> Assembly:
         max_model_len=spec.max_model_len,
         ahead=limits.pages_ahead,
         adapters=adapters,
+        bank=bank,
     )
 
     def make_text(request: Generate, resume: Resume) -> TextStream:
@@ -117,6 +120,18 @@ def _adapter_store(
         return load_adapter(folder, targets, placement.device, placement.dtype)
 
     return AdapterStore(settings.model_store, load, settings.lora_memory_mb * _MIB)
+
+
+def _adapter_bank(
+    settings: WorkerSettings, targets: Mapping[str, Target], adapters: AdapterStore | None, model: LoadedModel
+) -> AdapterBank | None:
+    if adapters is None or not settings.lora_slots:
+        return None
+    linears = [target.linear for target in targets.values()]
+    try:
+        return AdapterBank(linears, settings.lora_slots, settings.lora_rank, adapters, model.device, model.dtype)
+    except torch.OutOfMemoryError as error:
+        raise ModelError("lora_slots, lora_rank: the device has no memory for so many") from error
 
 
 def cache_shape(

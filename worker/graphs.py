@@ -20,9 +20,11 @@ from torch import Tensor
 import kernels
 from kernels.attention import AttentionPlan, RowGroup, plan_attention
 from kernels.canvas import Field, Layout, Query
+from kernels.lora import assign
 from kernels.token_stats import Noise
+from worker.adapters.bank import AdapterBank
 from worker.models import LoadedModel
-from worker.models.layers import ForwardContext
+from worker.models.layers import ForwardContext, LowRank
 
 Captured = TypeVar("Captured")
 
@@ -61,8 +63,11 @@ class StepGraphs:
         filler_ids: Tensor,
         layout: Layout,
         max_rows: int,
+        bank: AdapterBank | None = None,
     ) -> None:
+        """`bank` has the adapters that steps may run under."""
         self.layout = layout
+        self.bank = bank
         self._model = model
         self._kv = kv
         self._barred = barred
@@ -83,7 +88,7 @@ class StepGraphs:
         self._decides = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._offsets = torch.arange(2 * max_rows + 1, dtype=torch.int32, device=device) * layout.block
         self._plain = torch.ones(max_rows * layout.block, device=device)
-        self._layers: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._layers: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
         self._heads: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._first: torch.cuda.CUDAGraph | None = None
 
@@ -92,10 +97,11 @@ class StepGraphs:
         """What it holds on the device beside what its steps allocate."""
         return self.state.nbytes + self._hidden.nbytes
 
-    def capture(self, rows: int, slots: int) -> None:
-        """Capture the layers of a step; the largest first, so that the smaller ones find its memory."""
+    def capture(self, rows: int, slots: int, adapted: bool = False) -> None:
+        """Capture the layers of a step, with adapters or without; the largest first, so that the smaller ones find its
+        memory."""
         if self._on_gpu:
-            self._layers[rows, slots], _ = self._record(lambda: self._run_layers(rows, slots))
+            self._layers[rows, slots, adapted], _ = self._record(lambda: self._run_layers(rows, slots, adapted))
 
     def capture_head(self, rows: int, room: int) -> None:
         """Capture the rest of a step."""
@@ -120,7 +126,7 @@ class StepGraphs:
 
     def measure(self, rows: int, slots: int) -> float | None:
         """Return the ms that the layers take for resting rows; None if they are not captured."""
-        graph = self._layers.get((rows, slots))
+        graph = self._layers.get((rows, slots, False))
         return None if graph is None else _replay_ms(graph)
 
     def measure_head(self, rows: int, room: int) -> float | None:
@@ -153,15 +159,16 @@ class StepGraphs:
         self.rest(row)
 
     @torch.inference_mode()
-    def launch(self, rows: int, slots: int = 0, room: int | None = None) -> Answer:
+    def launch(self, rows: int, slots: int = 0, room: int | None = None, adapted: bool = False) -> Answer:
         """Run one step of rows [0, rows) with so many slots, and room for so many masked positions or for all.
 
+        Only if it is `adapted`, rows run under the adapters that their state names.
         Returns its answer without waiting for it.
         """
         room = rows * self.layout.block if room is None else room
-        layers, head = self._layers.get((rows, slots)), self._heads.get((rows, room))
+        layers, head = self._layers.get((rows, slots, adapted)), self._heads.get((rows, room))
         if layers is None:
-            self._run_layers(rows, slots)
+            self._run_layers(rows, slots, adapted)
         else:
             layers.replay()
         if head is None:
@@ -179,13 +186,23 @@ class StepGraphs:
             written.record()
         return Answer(values, after, written)
 
-    def _run_layers(self, rows: int, slots: int) -> None:
+    def _run_layers(self, rows: int, slots: int, adapted: bool) -> None:
         """Run the forward of the rows' positions and the slots'; keep what the head needs."""
         query = kernels.canvas_query(self.state[:rows], self.layout, slots)
-        context = ForwardContext(self._plan(rows + slots, query), query.positions, self._kv)
+        lora = self._lora(query) if adapted else None
+        context = ForwardContext(self._plan(rows + slots, query), query.positions, self._kv, lora=lora)
         own = rows * self.layout.block
         self._hidden[:own].copy_(self._model.module.forward(query.token_ids, context)[:own])
         self._decides[:rows].copy_(query.decides)
+
+    def _lora(self, query: Query) -> LowRank:
+        if self.bank is None:
+            raise ValueError("a step was asked for with adapters, and there are none")
+        columns = (Field.LIVE, Field.ADAPTER, Field.SCALE)
+        live, adapter, scale = (self.state[:, column].index_select(0, query.owners) for column in columns)
+        places = torch.where(live != 0, adapter - 1, -1)
+        scales = scale.int().view(torch.float32)
+        return LowRank(self.bank.stacks, (assign(places, scales, self.bank.ranks, self.layout.block),))
 
     def _run_head(self, rows: int, room: int) -> Tensor:
         """Propose, accept and move the rows on; return the answer."""

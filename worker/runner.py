@@ -13,6 +13,7 @@ from kernels.attention import plan_attention, upload
 from kernels.token_stats import Filters, Noise, Proposals
 from shared.commands import Sampling
 from shared.events import TokenLogprob
+from worker.adapters.bank import AdapterBank
 from worker.adapters.stack import AdapterStack, Residents
 from worker.constraints.filling import Filling
 from worker.decoding import decide, needs_entropy, needs_margin
@@ -44,9 +45,10 @@ class Runner:
         device: torch.device | str = "cpu",
         draw: Draw = draw_position,
         adapters: Residents | None = None,
+        bank: AdapterBank | None = None,
     ) -> None:
         """`draw` is where random orders come from; tests put a reference's recorded numbers there. `adapters` has those
-        that rows run under.
+        that rows run under; `bank` has places for some of them, which somebody else fills.
 
         There is one page more, number `num_pages`: for writes that nobody reads.
         """
@@ -60,6 +62,7 @@ class Runner:
         self.num_pages = num_pages
         self._draw = draw
         self._adapters = None if adapters is None else AdapterStack(adapters, self._device)
+        self.bank = bank
         shape = (2, spec.num_layers, num_pages + 1, page_size, spec.num_kv_heads, spec.head_dim)
         keys, values = torch.zeros(shape, dtype=model.dtype, device=self._device)
         self.kv = tuple(zip(keys, values, strict=True))
@@ -126,7 +129,9 @@ class Runner:
             if any(row.lora for row in rows):
                 raise ValueError("a row asks for adapters, and this runner has none")
             return None
-        return self._adapters.of([row.lora for row in rows], [len(row.token_ids) for row in rows])
+        uses, counts = [row.lora for row in rows], [len(row.token_ids) for row in rows]
+        placed = self.bank.of(uses, counts) if self.bank is not None and any(uses) else None
+        return placed or self._adapters.of(uses, counts)
 
     def _propose(self, hidden: Tensor, canvases: "_Canvases") -> Proposals:
         """Return proposals for all wanted positions, in order of `canvases.places`."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from worker.adapters.bank import AdapterBank
 from worker.adapters.stack import Residents
 from worker.ahead import AheadRunner, bucket_sizes, goes_ahead, make_graphs
 from worker.canvas_runner import CanvasRunner
@@ -32,17 +33,19 @@ def make_runner(
     max_model_len: int | None = None,
     ahead: bool = False,
     adapters: Residents | None = None,
+    bank: AdapterBank | None = None,
 ) -> Forward:
     """Return the runner for a model: canvases of noise have one of their own.
 
     With `ahead` the steps of up to `max_rows` rows are captured, which takes seconds and is logged. No text is longer
-    than `max_model_len`. `adapters` has those that rows run under.
+    than `max_model_len`. `adapters` has those that rows run under, `bank` places for those that
+    captured steps carry.
     """
     if model.spec.commit is Commit.ENCODED:
         return CanvasRunner(model, num_pages, page_size, device)
     if max_model_len is not None:
         model = replace(model, spec=replace(model.spec, max_model_len=max_model_len))
-    runner = Runner(model, num_pages, page_size, device, adapters=adapters)
+    runner = Runner(model, num_pages, page_size, device, adapters=adapters, bank=bank if ahead else None)
     if not ahead:
         return runner
     graphs = make_graphs(runner, max_rows)

@@ -72,6 +72,15 @@ class WorkerSettings(ServiceSettings):
     lora_memory_mb: int = Field(
         default=1024, ge=1, description="MiB for loaded adapters; as much again holds those of a batch side by side."
     )
+    lora_slots: int = Field(
+        default=8,
+        ge=0,
+        le=256,
+        description="Adapters that rows led by the device run under at one time; others run beside them, step by step.",
+    )
+    lora_rank: int = Field(
+        default=32, ge=1, le=512, description="Highest rank of one of them. Slots times rank is memory of its own."
+    )
 
     lease_ms: int = Field(
         default=15_000, ge=400, le=600_000, description="A worker silent for so long loses its requests to another."

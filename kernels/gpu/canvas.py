@@ -44,6 +44,7 @@ def canvas_query(state: Tensor, layout: Layout, slots: int) -> Query:
         visible_end=torch.empty(tokens, dtype=torch.int32, device=device),
         page_table=torch.empty((asks, layout.pages), dtype=torch.int32, device=device),
         decides=decides[:rows],
+        owners=torch.empty(asks, dtype=torch.int32, device=device),
     )
     _ask[(asks,)](
         state,
@@ -53,6 +54,7 @@ def canvas_query(state: Tensor, layout: Layout, slots: int) -> Query:
         query.visible_end,
         query.page_table,
         decides,
+        query.owners,
         state.stride(0),
         rows,
         slots,
@@ -77,6 +79,7 @@ def _ask(
     ends_ptr,
     table_ptr,
     decides_ptr,
+    owners_ptr,
     stride,
     rows,
     slots,
@@ -120,6 +123,7 @@ def _ask(
     tl.store(slots_ptr + place, tl.where(real, page * PAGE + position % PAGE, scratch), mask=inside)
     tl.store(ends_ptr + place, tl.where(real, ends, 1).to(tl.int32), mask=inside)
     tl.store(decides_ptr + ask, live * (1 - alone))
+    tl.store(owners_ptr + ask, row)
     for first in range(0, pages, BLOCK_S):
         number = first + i
         page = tl.load(lists + 3 * BLOCK + number, mask=number < pages, other=0)

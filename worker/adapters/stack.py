@@ -74,7 +74,9 @@ class AdapterStack:
             rank = max(adapter.rank for adapter in adapters)
             self._stacks[linear] = stack = empty_factors(linear, len(adapters), rank, dtype)
             for place, adapter in enumerate(adapters):
-                put_factors(stack, place, adapter.factors.get(linear))
+                pair = adapter.factors.get(linear)
+                if pair is not None:
+                    put_factors(stack, place, pair)
         self.built += 1
 
 
@@ -88,11 +90,8 @@ def empty_factors(linear: Linear, adapters: int, rank: int, dtype: torch.dtype) 
     )
 
 
-def put_factors(stack: Factors, place: int, pair: tuple[Tensor, Tensor] | None, first: int = 0) -> None:
-    """Write an adapter's factors of a linear, its columns from `first` on; without a pair it adds nothing there."""
-    if pair is None:
-        stack.b[place, :, first:].zero_()
-        return
+def put_factors(stack: Factors, place: int, pair: tuple[Tensor, Tensor], first: int = 0) -> None:
+    """Write an adapter's factors of a linear, as ranks `first` and following of a place."""
     a, b = pair
     rank, pieces = b.shape[1], len(stack.ends)
     stack.a[place].unflatten(0, (pieces, -1))[:, first : first + rank].copy_(a.unflatten(0, (pieces, rank)))

@@ -1,0 +1,109 @@
+"""Adapters at fixed places in memory, where captured steps find them."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from kernels.lora import Factors, assign
+from worker.adapters.stack import Residents, Uses, empty_factors, put_factors, spread
+from worker.adapters.weights import Adapter
+from worker.models.layers import Linear, LowRank
+
+
+class AdapterBank:
+    """So many places, each with room for one rank on every linear that takes adapters.
+
+    An adapter is copied to a place when a row that runs under it comes, in order with the steps launched before and
+    after, and stays until another one needs the place. Several adapters of one row are one place, where their factors
+    stand behind each other. For one thread.
+    """
+
+    def __init__(
+        self,
+        linears: Iterable[Linear],
+        places: int,
+        rank: int,
+        residents: Residents,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._residents = residents
+        self._device = device
+        self._rank = rank
+        self._held: OrderedDict[Uses, int] = OrderedDict()
+        """Place by what is there, least recently used first; see `_content`."""
+        self._free = list(range(places))
+        self._scales = [0.0] * places
+        self.ranks = torch.zeros(places, dtype=torch.int32, device=device)
+        self.stacks: dict[Linear, Factors] = {
+            linear: empty_factors(linear, places, rank, dtype) for linear in dict.fromkeys(linears)
+        }
+        self.written = 0
+        """Times that a place was filled."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(factors.a.nbytes + factors.b.nbytes for factors in self.stacks.values())
+
+    @torch.inference_mode()
+    def bring(self, rows: Iterable[Uses]) -> None:
+        """Give the adapters of a batch's rows places, as far as there are any; those of other rows may lose theirs."""
+        wanted = dict.fromkeys(_content(uses) for uses in rows if uses)
+        for content in wanted:
+            if content in self._held:
+                self._held.move_to_end(content)
+        for content in wanted:
+            if content not in self._held:
+                self._fill(content, wanted)
+
+    def find(self, uses: Uses) -> tuple[int, float] | None:
+        """Return place and scale of a row's adapters; None if they have no place."""
+        place = self._held.get(_content(uses))
+        if place is None:
+            return None
+        return place, self._scales[place] * (uses[0][1] if len(uses) == 1 else 1.0)
+
+    def of(self, rows: Sequence[Uses], counts: Sequence[int]) -> LowRank | None:
+        """Return the adapters of a ragged batch whose rows have `counts` tokens; None unless all have their places."""
+        found = [self.find(uses) if uses else (-1, 0.0) for uses in rows]
+        placed = [each for each in found if each is not None]
+        if len(placed) < len(rows):
+            return None
+        return LowRank(self.stacks, (assign(*spread(placed, counts, self._device), self.ranks),))
+
+    def _fill(self, content: Uses, wanted: dict[Uses, None]) -> None:
+        adapters = [self._residents.get(digest) for digest, _ in content]
+        rank = sum(adapter.rank for adapter in adapters if adapter is not None)
+        # One that is gone belongs to a request that this worker has lost.
+        if None in adapters or rank > self._rank:
+            return
+        if not self._free:
+            idle = next((held for held in self._held if held not in wanted), None)
+            if idle is None:
+                return
+            self._free.append(self._held.pop(idle))
+        place = self._free.pop()
+        self._held[content] = place
+        self._write(place, rank, content, [adapter for adapter in adapters if adapter is not None])
+        self.written += 1
+
+    def _write(self, place: int, rank: int, content: Uses, adapters: list[Adapter]) -> None:
+        single = len(adapters) == 1
+        self._scales[place] = adapters[0].factor if single else 1.0
+        self.ranks[place].fill_(rank)
+        for linear, stack in self.stacks.items():
+            # What lies behind an adapter's rank, or in a linear that it leaves alone, must add nothing.
+            stack.b[place].zero_()
+            first = 0
+            for (_, scale), adapter in zip(content, adapters, strict=True):
+                pair = adapter.factors.get(linear)
+                if pair is not None:
+                    a, b = pair
+                    put_factors(stack, place, (a, b if single else b * (scale * adapter.factor)), first)
+                first += adapter.rank
+
+
+def _content(uses: Uses) -> Uses:
+    """Return what a place holds for a row: one adapter whatever its scale, or several summed as they are scaled."""
+    return ((uses[0][0], 1.0),) if len(uses) == 1 else uses
