@@ -117,6 +117,6 @@ def test_every_column_of_a_state_is_one_that_was_thought_of():
     """A new field may change what rows need: think of `foresee`, then put it into this list."""
     assert {each.name for each in Field} == {
         *("LIVE", "START", "LIMIT", "STEP", "COMMIT", "RULE", "THRESHOLD", "STEPS", "FILLER_RULES", "DRAWS", "SEED"),
-        *("TEMPERATURE", "END", "MISSING"),
+        *("TEMPERATURE", "END", "MISSING", "ADAPTER", "SCALE"),
     }
     assert {each.name for each in fields(Need)} == {"waiting", "masked", "variance"}
