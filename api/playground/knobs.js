@@ -21,6 +21,7 @@ const HINTS = {
 };
 const STRATEGY_OPTIONS = [
   "threshold", "steps", "bound", "factor", "max_parallel", "tau_acc", "tau_add", "tau_semi", "max_blocks",
+  "position_penalty",
 ];
 
 export class Knobs {

@@ -14,7 +14,7 @@ const APPLIES = {
   topk_margin: ["steps"],
   entropy: ["steps"],
   multi_block: ["tau_acc", "tau_add", "tau_semi", "max_blocks"],
-  streaming_window: ["bound"],
+  streaming_window: ["bound", "position_penalty"],
   linear_speculation: ["threshold"],
 };
 
@@ -45,9 +45,9 @@ export function withHole(text, start, end) {
 
 /** Path and body of a request. `knobs` holds only what was set. */
 export function requestOf(mode, messages, prompt, model, knobs, schema) {
-  const { strategy, threshold, steps, bound, factor, max_parallel, tau_acc, tau_add, tau_semi, max_blocks, block_length, max_nfe, ...flat } = knobs;
+  const { strategy, threshold, steps, bound, factor, max_parallel, tau_acc, tau_add, tau_semi, max_blocks, position_penalty, block_length, max_nfe, ...flat } = knobs;
   const diffusion = { stream: "frames", frame_detail: "full", frame_interval_ms: 0 };
-  const steered = { strategy, threshold, steps, bound, factor, max_parallel, tau_acc, tau_add, tau_semi, max_blocks };
+  const steered = { strategy, threshold, steps, bound, factor, max_parallel, tau_acc, tau_add, tau_semi, max_blocks, position_penalty };
   const options = { ...steered, block_length, max_nfe };
   for (const [name, value] of Object.entries(options)) {
     if (value !== undefined) diffusion[name] = value;

@@ -353,7 +353,7 @@ def _digest(rendered: Rendered, workload: Workload) -> str:
     return hashlib.sha256(json.dumps(workload.pod, sort_keys=True).encode()).hexdigest()
 
 
-def eventually(look: Callable[[], Any], why: str, cluster: Cluster | None = None, patience_s: float = 90.0) -> None:
+def eventually(look: Callable[[], Any], why: str, cluster: Cluster | None = None, patience_s: float = 180.0) -> None:
     """Return once `look` returns true."""
     deadline = time.monotonic() + patience_s
     while not look():
