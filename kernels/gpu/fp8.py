@@ -21,28 +21,40 @@ def fp8_product(
     values: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     if scale.dim() == 1:
-        scale_b = scale[None]
-    elif _has_block_product(weight):
-        # Scales of a token's groups lie token by token, those of blocks group by group, padded to 16 bytes.
-        scale_b = scale.t()
+        y = _scaled(values, x_scale, weight, scale[None], fast=True)
+    elif has_block_product(weight.shape[1], weight.device) and scale.stride() == (scale.shape[1], 1):
+        tokens = values.shape[0]
+        values, x_scale = _whole(values, x_scale)
+        y = _scaled(values, x_scale, weight, scale.t(), fast=False)[:tokens]
     else:
         return reference_product(values, x_scale, weight, scale, bias, dtype)
-    # The product with a scale for each row and column exists for bfloat16 alone.
-    y = torch._scaled_mm(
-        values,
-        weight.t(),
-        scale_a=x_scale,
-        scale_b=scale_b,
-        out_dtype=torch.bfloat16,
-        use_fast_accum=scale.dim() == 1,
-    )
     y = y if bias is None else y + bias
     return y if y.dtype == dtype else y.to(dtype)
 
 
-def _has_block_product(weight: Tensor) -> bool:
-    """Tell whether cuBLAS has the product for blocks: on Hopper, for whole blocks of inputs."""
-    return weight.shape[1] % BLOCK == 0 and torch.cuda.get_device_capability(weight.device) == (9, 0)
+def _scaled(x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, *, fast: bool) -> Tensor:
+    # The products with several scales exist for bfloat16 alone.
+    return torch._scaled_mm(
+        x, weight.t(), scale_a=x_scale, scale_b=scale, out_dtype=torch.bfloat16, use_fast_accum=fast
+    )
+
+
+def has_block_product(inputs: int, device: torch.device) -> bool:
+    """Tell whether cuBLAS multiplies by weights with a scale for each block: on Hopper, where the scales of an output's
+    blocks fill 16 bytes."""
+    return inputs % (4 * BLOCK) == 0 and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _whole(values: Tensor, x_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Return tokens and their scales with more tokens of nothing, up to a multiple of 4: the product asks for it."""
+    tokens, more = values.shape[0], -values.shape[0] % 4
+    if not more:
+        return values, x_scale
+    wide = torch.zeros((tokens + more, values.shape[1]), dtype=FP8, device=values.device)
+    wide[:tokens] = values
+    scale = torch.ones((x_scale.shape[1], tokens + more), dtype=torch.float32, device=values.device).t()
+    scale[:tokens] = x_scale
+    return wide, scale
 
 
 def quantize_rows(x: Tensor, group: int = 0) -> Quantized:

@@ -143,7 +143,7 @@ def test_products_on_the_gpu_are_those_of_the_reference(tokens, dtype, bias):
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_GPU, reason="the product is PyTorch's own, for GPUs")
 @pytest.mark.parametrize("tokens", [1, 5, 33, 1024])
-@pytest.mark.parametrize("outputs, inputs", [(256, 512), (200, 384), (384, 300)])
+@pytest.mark.parametrize("outputs, inputs", [(256, 512), (1024, 2048), (208, 1024), (384, 384), (200, 300)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_products_of_blocks_on_the_gpu_are_those_of_the_reference(tokens, outputs, inputs, bias):
     x, weight, scale = normal(tokens, inputs, dtype=torch.bfloat16, seed=19), *_blocks(outputs, inputs)

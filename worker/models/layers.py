@@ -113,13 +113,8 @@ def empty_parameter(*shape: int, device: torch.device, dtype: torch.dtype) -> nn
 
 
 def block_scales(outputs: int, inputs: int, *, device: torch.device) -> nn.Parameter:
-    """Return room for the scales of a weight's blocks, [outputs / 128, inputs / 128] float32 rounded up.
-
-    Its rows are 16 bytes apart, or a multiple of it, as the product on the device wants them.
-    """
-    columns = -(-inputs // BLOCK)
-    padded = torch.empty((-(-outputs // BLOCK), -(-columns // 4) * 4), device=device, dtype=torch.float32)
-    return nn.Parameter(padded[:, :columns], requires_grad=False)
+    """Return room for the scales of a weight's blocks."""
+    return empty_parameter(-(-outputs // BLOCK), -(-inputs // BLOCK), device=device, dtype=torch.float32)
 
 
 class Linear(nn.Module):

@@ -83,9 +83,13 @@ def _scatter_routing(mlp: MoeMLP) -> None:
 
 def random_model(shape: Shape, device: torch.device, dtype: torch.dtype = BF16) -> LoadedModel:
     module = Decoder(shape.layer, shape.layers, shape.vocab, 1e6, False, device=device, dtype=dtype)
-    for layer in module.layers:
+    for number, layer in enumerate(module.layers):
         if isinstance(layer.mlp, MoeMLP):
             _scatter_routing(layer.mlp)
+        else:
+            # Adapters ask where each projection's rows are.
+            inner = layer.mlp.down.weight.shape[1]
+            layer.mlp.gate_up.pieces = {f"{number}.gate": (0, inner), f"{number}.up": (inner, 2 * inner)}
     for name, parameter in module.named_parameters():
         if "norm" in name:
             parameter.fill_(1.0)

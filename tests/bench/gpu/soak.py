@@ -18,7 +18,7 @@ import torch
 from shared.commands import Generate, Limits, LoraUse, Sampling
 from shared.events import Failed, Finished
 from tests.worker.texts import NoText
-from worker.adapters.weights import Adapter
+from worker.adapters.weights import Adapter, ends_of
 from worker.device import guarded
 from worker.engine.engine import Engine
 from worker.engine.ports import Arrival, Inbox
@@ -78,12 +78,13 @@ def random_adapters(model: LoadedModel, count: int = 4, rank: int = 8) -> dict[s
     def draw(*shape: int) -> torch.Tensor:
         return (torch.randn(shape, device=model.device) * 0.01).to(model.dtype)
 
-    return {
-        f"{number:064x}": Adapter(
-            rank, 1.0, {each: (draw(rank, each.weight.shape[1]), draw(each.weight.shape[0], rank)) for each in linears}
-        )
-        for number in range(count)
-    }
+    def factors() -> dict[Linear, tuple[torch.Tensor, torch.Tensor]]:
+        return {
+            each: (draw(len(ends_of(each)) * rank, each.weight.shape[1]), draw(each.weight.shape[0], rank))
+            for each in linears
+        }
+
+    return {f"{number:064x}": Adapter(rank, 1.0, factors()) for number in range(count)}
 
 
 def arrival(number: int, draw: random.Random, traffic: Traffic, shelf: Shelf) -> Generate:
