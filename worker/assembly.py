@@ -26,7 +26,8 @@ from worker.engine.window import cuts_windows
 from worker.memory import step_bytes
 from worker.metered import Metered
 from worker.models import LoadedModel, ModelError, load_model
-from worker.models.fp8 import quantize, quantize_head
+from worker.models.eight_bits import keep
+from worker.models.fp8 import quantize, quantize_head, runs_on_stored
 from worker.models.spec import Commit, ModelSpec, kv_shapes
 from worker.runners import make_runner, runs_ahead
 from worker.settings import WorkerSettings
@@ -59,6 +60,8 @@ def assemble(settings: WorkerSettings) -> Assembly:
         model = with_adapter(model, settings.adapter.expanduser(), settings.adapter_block_length)
     if settings.weights == "fp8" and not (isinstance(model.module, nn.Module) and quantize(model.module)):
         raise ModelError(f"{settings.folder}: weights fp8: this family has no layers for them")
+    if settings.weights == "stored" and settings.adapter is None and isinstance(model.module, nn.Module):
+        keep(model.module, settings.folder, runs_on_stored)
     if settings.head == "fp8" and not (isinstance(model.module, nn.Module) and quantize_head(model.module)):
         raise ModelError(f"{settings.folder}: head fp8: this family has no such head, or its sides are odd")
     try:

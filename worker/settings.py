@@ -25,9 +25,10 @@ class WorkerSettings(ServiceSettings):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto", description="auto: bfloat16 on cuda, float32 elsewhere."
     )
-    weights: Literal["stored", "fp8"] = Field(
+    weights: Literal["stored", "fp8", "wide"] = Field(
         default="stored",
-        description="fp8: the layers' products run on weights of 8 bits, made at load with a scale for each output.",
+        description="fp8: the layers' products run on weights of 8 bits, made at load with a scale for each output. "
+        "stored: those that a checkpoint has in 8 bits run so where the GPU has products for them; wide: nowhere.",
     )
     head: Literal["stored", "fp8"] = Field(
         default="stored",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from worker.models.checkpoint import Checkpoint, ModelError, read_checkpoint
+from worker.models.eight_bits import check_format
 from worker.models.layers import ForwardContext
 from worker.models.spec import ModelSpec
 
@@ -83,6 +84,7 @@ def load_checkpoint(
 ) -> LoadedModel:
     """Load a checkpoint whose config files are read. Raises `ModelError`."""
     family = _find_family(checkpoint)
+    check_format(checkpoint)
     device = torch.device(device)
     spec = family.read_spec(checkpoint)
     module = family.build(checkpoint, device=device, dtype=dtype).eval()

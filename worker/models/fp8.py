@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from kernels.fp8 import FP8, quantize_rows
+from kernels.fp8 import BLOCK, FP8, quantize_rows
 from worker.models.layers import Decoder, Linear
 
 _MULTIPLE = 16
@@ -30,6 +30,17 @@ def quantize(module: nn.Module) -> int:
         count += 1
     _tidy()
     return count
+
+
+def runs_on_stored(linear: Linear) -> bool:
+    """Tell whether the device has products for a linear's weight and scales as checkpoints of 8 bits store them."""
+    device = linear.weight.device
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) and _fills_blocks(linear.weight)
+
+
+def _fills_blocks(weight: Tensor) -> bool:
+    # The scales of an output's blocks must fill 16 bytes.
+    return weight.shape[1] % (4 * BLOCK) == 0 and weight.shape[0] % _MULTIPLE == 0
 
 
 def quantize_head(module: nn.Module) -> bool:

@@ -1,16 +1,22 @@
-"""Fill a module from safetensors, a single file or shards with an index. Nothing else is read: no pickle, no code."""
+"""Fill a module from safetensors, a single file or shards with an index. Nothing else is read: no pickle, no code.
+
+Weights that are stored in 8 bits beside scales are multiplied by them on the way.
+"""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from kernels.fp8 import BLOCK, dequantize
 from worker.models.checkpoint import ModelError
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_SCALES = ("_scale_inv", "_scale")
 
 
 Slots = Mapping[str, tuple[Tensor, ...]]
@@ -20,7 +26,7 @@ that is stored once and used in several rows has several places."""
 
 def stored_names(folder: Path) -> frozenset[str]:
     """Return the names of the checkpoint's tensors, where their places depend on how it was exported."""
-    return frozenset(_locate(folder))
+    return frozenset(locate(folder))
 
 
 def load_weights(folder: Path, slots: Slots, ignored: frozenset[str] = frozenset()) -> None:
@@ -29,11 +35,12 @@ def load_weights(folder: Path, slots: Slots, ignored: frozenset[str] = frozenset
     Tensors named in `ignored` may be absent or present. Raises `ModelError` naming tensors that are missing, unknown or
     of another shape.
     """
-    places = _locate(folder)
+    places = locate(folder)
+    scales = scale_names(places)
     missing = sorted(slots.keys() - places.keys() - ignored)
     if missing:
         raise ModelError(f"{folder}: {len(missing)} tensors are missing: {_some(missing)}")
-    extra = sorted(places.keys() - slots.keys() - ignored)
+    extra = sorted(places.keys() - slots.keys() - ignored - {scales[name] for name in slots.keys() & scales.keys()})
     if extra:
         raise ModelError(f"{folder}: {len(extra)} tensors have no place in this architecture: {_some(extra)}")
     for path in sorted(set(places.values())):
@@ -41,7 +48,11 @@ def load_weights(folder: Path, slots: Slots, ignored: frozenset[str] = frozenset
         try:
             with safe_open(path, framework="pt") as file:
                 for name in names:
-                    _fill(path, name, slots[name], file.get_tensor(name))
+                    value: Tensor = file.get_tensor(name)
+                    if name in scales:
+                        scale = read_scale(places[scales[name]], scales[name], value)
+                        value = dequantize(value, scale, torch.float32)
+                    _fill(path, name, slots[name], value)
         except SafetensorError as error:
             raise ModelError(f"{path}: {error}") from error
 
@@ -49,13 +60,41 @@ def load_weights(folder: Path, slots: Slots, ignored: frozenset[str] = frozenset
 def _fill(path: Path, name: str, places: tuple[Tensor, ...], value: Tensor) -> None:
     if not value.is_floating_point():
         raise ModelError(f"{path}: {name} is {value.dtype}; a floating point type was expected")
+    if value.itemsize == 1:
+        raise ModelError(f"{path}: {name} is {value.dtype}, but no {name}_scale or {name}_scale_inv is there")
     for place in places:
         if value.shape != place.shape:
             raise ModelError(f"{path}: {name} has shape {list(value.shape)}; config.json asks for {list(place.shape)}")
         place.copy_(value)
 
 
-def _locate(folder: Path) -> dict[str, Path]:
+def scale_names(names: Collection[str]) -> dict[str, str]:
+    """Return the name of the scales of each tensor that has some."""
+    return {name: name + end for name in names for end in _SCALES if name + end in names}
+
+
+def read_scale(path: Path, name: str, weight: Tensor) -> Tensor:
+    """Return the scales of a weight in float32: [] for all of it, [outputs], or one for each block of 128 x 128.
+
+    Raises `ModelError` for any other shape.
+    """
+    with safe_open(path, framework="pt") as file:
+        scale: Tensor = file.get_tensor(name).float()
+    if weight.dim() == 2:
+        outputs, inputs = weight.shape
+        if scale.numel() == 1:
+            return scale.view(())
+        if scale.numel() == outputs and scale.shape[0] == outputs:
+            return scale.view(outputs)
+        if scale.shape == (-(-outputs // BLOCK), -(-inputs // BLOCK)):
+            return scale
+    raise ModelError(
+        f"{path}: {name} has shape {list(scale.shape)}, which is neither one scale, nor one for each output, nor one "
+        f"for each block of 128 x 128 of a weight {list(weight.shape)}"
+    )
+
+
+def locate(folder: Path) -> dict[str, Path]:
     """Return the file of each tensor."""
     index = folder / _INDEX
     if index.is_file():
