@@ -17,9 +17,9 @@ class Factors:
     """
 
     a: Tensor
-    """[adapters, projections * rank, inputs]; smaller ranks are padded."""
+    """[adapters, projections * rank, inputs], finite"""
     b: Tensor
-    """[adapters, outputs, rank]"""
+    """[adapters, outputs, rank]; smaller ranks are padded with zeros."""
     ends: tuple[int, ...]
     """Row behind the last of each projection; at most three."""
 
@@ -33,7 +33,7 @@ class Assignment:
     adapter: Tensor
     """[tokens] int32, by place; -1 for none."""
     rank: Tensor
-    """[tokens] int32, by place: what lies behind the adapter's own rank is not read; 0 for none."""
+    """[tokens] int32, by place: what lies behind the adapter's own rank need not be read; 0 for none."""
     scale: Tensor
     """[tokens] float32, by place."""
 
@@ -55,35 +55,36 @@ def assign(adapter: Tensor, scale: Tensor, ranks: Tensor, each: int = 1) -> Assi
     )
 
 
-def lora(y: Tensor, x: Tensor, factors: Factors, assignment: Assignment) -> Tensor:
-    """Return y + scale * (x a^T) b^T, each token with its own adapter and scale; y is overwritten.
+def lora(y: Tensor, low: Tensor, factors: Factors, assignment: Assignment) -> Tensor:
+    """Return y + scale * low b^T, each token with its own adapter and scale.
 
-    y [tokens, outputs], x [tokens, inputs]. Products are float32.
+    y [tokens, outputs] is what the linear makes of x, low [tokens, adapters * projections * rank] is x a^T for all
+    adapters. Products are summed in float32.
     """
-    return y.copy_(_sum(y, x, factors, assignment))
+    return _sum(y, low, factors, assignment).to(y.dtype)
 
 
-def lora_swiglu(y: Tensor, x: Tensor, factors: Factors, assignment: Assignment) -> Tensor:
-    """Return the gated unit [tokens, outputs / 2] (see `kernels.swiglu`) of what `lora` returns; y may be overwritten.
+def lora_swiglu(y: Tensor, low: Tensor, factors: Factors, assignment: Assignment) -> Tensor:
+    """Return the gated unit [tokens, outputs / 2] (see `kernels.swiglu`) of what `lora` returns.
 
     The linear is a gate and what it gates, of the same size.
     """
-    return _swiglu(_sum(y, x, factors, assignment)).to(y.dtype)
+    return _swiglu(_sum(y, low, factors, assignment)).to(y.dtype)
 
 
-def _sum(y: Tensor, x: Tensor, factors: Factors, assignment: Assignment) -> Tensor:
+def _sum(y: Tensor, low: Tensor, factors: Factors, assignment: Assignment) -> Tensor:
     total = y.to(torch.float32, copy=True)
+    most, low = factors.b.shape[2], low.unflatten(1, factors.a.shape[:2])
     for number in assignment.adapter.unique().tolist():
         if number < 0:
             continue
         mine = assignment.adapter == number
         tokens, rank = assignment.order[mine].long(), int(assignment.rank[mine][0])
-        a, b = factors.a[number].float(), factors.b[number, :, :rank].float()
-        most = factors.b.shape[2]
-        low = assignment.scale[mine, None] * (x[tokens].float() @ a.T)
+        own, b = low[tokens, number].float(), factors.b[number, :, :rank].float()
+        own = own * assignment.scale[mine, None]
         first = 0
         for piece, end in enumerate(factors.ends):
-            part = low[:, piece * most : piece * most + rank] @ b[first:end].T
+            part = own[:, piece * most : piece * most + rank] @ b[first:end].T
             total[:, first:end].index_add_(0, tokens, part)
             first = end
     return total

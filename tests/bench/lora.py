@@ -12,6 +12,7 @@ from statistics import median
 import torch
 
 from kernels.attention import plan_attention
+from worker.adapters.bank import AdapterBank
 from worker.adapters.stack import AdapterStack
 from worker.adapters.targets import find_targets
 from worker.adapters.weights import Adapter, ends_of
@@ -93,14 +94,23 @@ def main() -> None:
     else:
         torch.set_num_threads(1)
         model, name = load_model(bundled_folder("demo")), "demo"
+    bank = None
     adapters = {f"a{number}": random_adapter(model, options.rank) for number in range(options.adapters)}
+    if on_gpu:
+        # What captured steps run under.
+        linears = [target.linear for target in find_targets(model).values()]
+        bank = AdapterBank(linears, options.adapters, options.rank, _Shelf(adapters), model.device, model.dtype)
     print(f"{name}, {options.rows} rows, {options.adapters} adapters of rank {options.rank} on every linear layer")
     print("block  way       none ms  one ms  ratio  all ms  ratio")
     for block in options.block:
         counts = [block] * options.rows
-        stack = AdapterStack(_Shelf(adapters), model.device)
-        mixed = stack.of([((f"a{row % options.adapters}", 0.5),) for row in range(options.rows)], counts)
-        single = AdapterStack(_Shelf({"a0": adapters["a0"]}), model.device).of([(("a0", 0.5),)] * options.rows, counts)
+        rows = [((f"a{row % options.adapters}", 0.5),) for row in range(options.rows)]
+        alone = [rows[0]] * options.rows
+        if bank is None:
+            mixed, single = (AdapterStack(_Shelf(adapters), model.device).of(each, counts) for each in (rows, alone))
+        else:
+            bank.bring(rows)
+            mixed, single = bank.of(rows, counts), bank.of(alone, counts)
         calls = [forwards(model, options.rows, block, lora) for lora in (None, single, mixed)]
         ways: list[tuple[str, Callable[[Callable[[], object]], float]]] = [
             ("eager" if on_gpu else "cpu", lambda call: eager_ms(call, model))

@@ -158,7 +158,8 @@ def test_a_place_holds_what_the_batch_asks_for_whatever_was_there_before(model, 
             if not uses or found is None:
                 continue
             place, scale = found
-            for linear, stack in bank.stacks.items():
+            for linear, adapted in bank.stacks.items():
+                stack = adapted.factors
                 held = scale * product(stack.a[place], stack.b[place], linear)
                 assert (held - summed(shelf, uses, linear)).abs().max() < 1e-4
 

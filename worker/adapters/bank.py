@@ -2,17 +2,21 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
+from torch import nn
 
 from kernels.lora import Factors, assign
 from worker.adapters.stack import Residents, Uses, empty_factors, put_factors, spread
 from worker.adapters.weights import Adapter
-from worker.models.layers import Linear, LowRank
+from worker.models.layers import Adapted, Linear, LowRank
 
 
 class AdapterBank:
     """So many places, each with room for one rank on every linear that takes adapters.
+
+    The linears' weights move: each then lies above the factors a of all places, so that one product makes both.
 
     An adapter is copied to a place when a row that runs under it comes, in order with the steps launched before and
     after, and stays until another one needs the place. Several adapters of one row are one place, where their factors
@@ -36,15 +40,19 @@ class AdapterBank:
         self._free = list(range(places))
         self._scales = [0.0] * places
         self.ranks = torch.zeros(places, dtype=torch.int32, device=device)
-        self.stacks: dict[Linear, Factors] = {
-            linear: empty_factors(linear, places, rank, dtype) for linear in dict.fromkeys(linears)
+        self.stacks = {
+            linear: _join(linear, empty_factors(linear, places, rank, dtype)) for linear in dict.fromkeys(linears)
         }
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what the weights have left behind
         self.written = 0
         """Times that a place was filled."""
 
     @property
     def nbytes(self) -> int:
-        return sum(factors.a.nbytes + factors.b.nbytes for factors in self.stacks.values())
+        """What it holds on the device beside the weights."""
+        factors = [adapted.factors for adapted in self.stacks.values()]
+        return sum(each.a.nbytes + each.b.nbytes for each in factors)
 
     @torch.inference_mode()
     def bring(self, rows: Iterable[Uses]) -> None:
@@ -92,7 +100,8 @@ class AdapterBank:
         single = len(adapters) == 1
         self._scales[place] = adapters[0].factor if single else 1.0
         self.ranks[place].fill_(rank)
-        for linear, stack in self.stacks.items():
+        for linear, adapted in self.stacks.items():
+            stack = adapted.factors
             # What lies behind an adapter's rank, or in a linear that it leaves alone, must add nothing.
             stack.b[place].zero_()
             first = 0
@@ -102,6 +111,19 @@ class AdapterBank:
                     a, b = pair
                     put_factors(stack, place, (a, b if single else b * (scale * adapter.factor)), first)
                 first += adapter.rank
+
+
+def _join(linear: Linear, factors: Factors) -> Adapted:
+    """Let a linear's weight lie above factors a of zeros; one of 8 bits stays where it is."""
+    if linear.scale is not None:
+        return Adapted(factors)
+    outputs, low = linear.weight.shape[0], factors.a.flatten(0, 1)
+    weight = torch.cat((linear.weight.detach(), low))
+    linear.weight = nn.Parameter(weight[:outputs], requires_grad=False)
+    bias = None
+    if linear.bias is not None:
+        bias = torch.cat((linear.bias.detach(), low.new_zeros(len(low))))
+    return Adapted(replace(factors, a=weight[outputs:].view(factors.a.shape)), weight, bias)
 
 
 def _content(uses: Uses) -> Uses:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels.lora import Factors, assign
 from worker.adapters.weights import Adapter, ends_of
-from worker.models.layers import Linear, LowRank
+from worker.models.layers import Adapted, Linear, LowRank
 
 Uses = tuple[tuple[str, float], ...]
 """(digest, scale) of a row's adapters."""
@@ -35,7 +35,7 @@ class AdapterStack:
         self._places: dict[str, int] = {}
         self._scales: list[float] = []
         self._ranks = torch.zeros(0, dtype=torch.int32, device=device)
-        self._stacks: dict[Linear, Factors] = {}
+        self._stacks: dict[Linear, Adapted] = {}
         self.built = 0
 
     def of(self, rows: Sequence[Uses], counts: Sequence[int]) -> LowRank | None:
@@ -72,7 +72,8 @@ class AdapterStack:
         for linear in dict.fromkeys(chain.from_iterable(adapter.factors for adapter in adapters)):
             dtype = next(adapter.factors[linear][0].dtype for adapter in adapters if linear in adapter.factors)
             rank = max(adapter.rank for adapter in adapters)
-            self._stacks[linear] = stack = empty_factors(linear, len(adapters), rank, dtype)
+            stack = empty_factors(linear, len(adapters), rank, dtype)
+            self._stacks[linear] = Adapted(stack)
             for place, adapter in enumerate(adapters):
                 pair = adapter.factors.get(linear)
                 if pair is not None:

@@ -53,29 +53,51 @@ class LayerShape:
 
 
 @dataclass(frozen=True, slots=True)
+class Adapted:
+    """The adapters of a linear, and where they lie."""
+
+    factors: Factors
+    weight: Tensor | None = None
+    """[outputs + adapters * projections * rank, inputs]: the linear's own weight with the factors a below it, so that
+    one product makes both; None: they lie apart."""
+    bias: Tensor | None = None
+    """The linear's own, zeros behind it."""
+
+
+@dataclass(frozen=True, slots=True)
 class LowRank:
     """Adapters of a forward's tokens, beside the weights (see `kernels.lora`)."""
 
-    stacks: "Mapping[Linear, Factors]"
+    stacks: "Mapping[Linear, Adapted]"
     passes: tuple[Assignment, ...]
     """The first adapter of each token, the second, ..."""
 
-    def add(self, linear: "Linear", x: Tensor, y: Tensor) -> Tensor:
-        """Return y, the linear's output for x, with what the adapters add; y may be overwritten."""
-        factors = self.stacks.get(linear)
-        if factors is not None:
-            for assignment in self.passes:
-                y = kernels.lora(y, x, factors, assignment)
+    def apply(self, linear: "Linear", x: Tensor) -> Tensor:
+        """Return the linear's output for x with what the adapters add."""
+        adapted = self.stacks.get(linear)
+        if adapted is None:
+            return linear.forward(x)
+        y, low = self._products(linear, adapted, x)
+        for assignment in self.passes:
+            y = kernels.lora(y, low, adapted.factors, assignment)
         return y
 
-    def gated(self, linear: "Linear", x: Tensor, y: Tensor) -> Tensor:
-        """Return the gated unit of `add`."""
-        factors = self.stacks.get(linear)
-        if factors is None:
-            return kernels.swiglu(y)
+    def gated(self, linear: "Linear", x: Tensor) -> Tensor:
+        """Return the gated unit of `apply`."""
+        adapted = self.stacks.get(linear)
+        if adapted is None:
+            return kernels.swiglu(linear.forward(x))
+        y, low = self._products(linear, adapted, x)
         for assignment in self.passes[:-1]:
-            y = kernels.lora(y, x, factors, assignment)
-        return kernels.lora_swiglu(y, x, factors, self.passes[-1])
+            y = kernels.lora(y, low, adapted.factors, assignment)
+        return kernels.lora_swiglu(y, low, adapted.factors, self.passes[-1])
+
+    def _products(self, linear: "Linear", adapted: Adapted, x: Tensor) -> tuple[Tensor, Tensor]:
+        if adapted.weight is None:
+            return linear.forward(x), kernels.linear(x, adapted.factors.a.flatten(0, 1))
+        both = kernels.linear(x, adapted.weight, adapted.bias)
+        outputs = linear.weight.shape[0]
+        return both[:, :outputs], both[:, outputs:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +152,13 @@ class Linear(nn.Module):
         """Rows [first, end) of each projection, by the checkpoint's name of its module: where adapters go."""
 
     def forward(self, x: Tensor, context: ForwardContext | None = None) -> Tensor:
+        if context is not None and context.lora is not None:
+            return context.lora.apply(self, x)
         if self.scale is None:
             y = kernels.linear(x, self.weight, self.bias)
         else:
             y = kernels.fp8_linear(x, self.weight, self.scale, self.bias)
-        return y if context is None or context.lora is None else context.lora.add(self, x, y)
+        return y
 
     def takes_quantized(self, context: ForwardContext | None) -> bool:
         """Tell whether the input may be quantized where it is made: nothing else reads it."""
@@ -229,8 +253,7 @@ class GatedMLP(nn.Module):
             if self.gate_up.scale is None:
                 return self.down.forward(kernels.gated_linear(x, self.gate_up.weight))
             return self._down(self.gate_up.forward(x))
-        gated = context.lora.gated(self.gate_up, x, self.gate_up.forward(x))
-        return self.down.forward(gated, context)
+        return self.down.forward(context.lora.gated(self.gate_up, x), context)
 
     def quantized(self, x: Quantized, dtype: torch.dtype) -> Tensor:
         """Return what `forward` does for tokens that are quantized already as `gate_up` reads them."""
