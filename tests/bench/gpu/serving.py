@@ -27,7 +27,7 @@ import torch
 from shared.commands import Generate, Limits
 from shared.decoding import LowConfidenceStatic
 from shared.events import Delta, Failed, Finished
-from tests.bench.gpu.shapes import SHAPES, Shape, random_model
+from tests.bench.gpu.shapes import SHAPES, Shape, random_model, store_in_blocks
 from tests.bench.gpu.soak import STEPS_OF_AN_HOUR, soak
 from tests.worker.texts import NoText
 from worker.ahead import AheadRunner, make_graphs
@@ -340,7 +340,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=240.0, help="of a soak at most")
     parser.add_argument("--soak-steps", type=int, default=STEPS_OF_AN_HOUR, help="of a soak; try --model soak with it")
-    parser.add_argument("--weights", default="stored", choices=("stored", "fp8"))
+    parser.add_argument("--weights", default="stored", choices=("stored", "fp8", "blocks"))
     parser.add_argument("--head", default="stored", choices=("stored", "fp8"))
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
@@ -363,6 +363,9 @@ def main() -> None:
                 if arguments.weights == "fp8":
                     assert isinstance(model.module, Decoder)
                     quantize(model.module)
+                if arguments.weights == "blocks":
+                    assert isinstance(model.module, Decoder)
+                    store_in_blocks(model.module)
                 if arguments.head == "fp8":
                     assert isinstance(model.module, Decoder)
                     quantize_head(model.module)

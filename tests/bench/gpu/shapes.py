@@ -7,10 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
+from kernels.fp8 import BLOCK, FP8, FP8_MAX
 from kernels.moe import Router
 from shared.decoding import LowConfidenceStatic
 from worker.models import LoadedModel
-from worker.models.layers import Decoder, ForwardContext, LayerShape, MoeMLP, MoeShape
+from worker.models.layers import Decoder, ForwardContext, LayerShape, Linear, MoeMLP, MoeShape, block_scales
 from worker.models.spec import Attention as Visibility
 from worker.models.spec import ModelSpec
 
@@ -79,6 +80,19 @@ def _scatter_routing(mlp: MoeMLP) -> None:
         return routed if mlp.shared is None else routed + mlp.shared.forward(x, context)
 
     mlp.forward = forward
+
+
+def store_in_blocks(module: Decoder) -> None:
+    """Turn the layers' linears into what a checkpoint of 8 bits with a scale for each block holds."""
+    for linear in module.modules():
+        if not isinstance(linear, Linear):
+            continue
+        outputs, inputs = linear.weight.shape
+        scale = block_scales(outputs, inputs, device=linear.weight.device)
+        tiles = linear.weight.float().view(outputs // BLOCK, BLOCK, inputs // BLOCK, BLOCK)
+        scale.copy_(tiles.abs().amax((1, 3)) / FP8_MAX)
+        small = (tiles / scale[:, None, :, None]).view(outputs, inputs).to(FP8)
+        linear.weight, linear.scale = torch.nn.Parameter(small, requires_grad=False), scale
 
 
 def random_model(shape: Shape, device: torch.device, dtype: torch.dtype = BF16) -> LoadedModel:
