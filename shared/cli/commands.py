@@ -116,6 +116,10 @@ def up(
             help="A worker silent for so long loses its requests to another, milliseconds.",
         ),
     ] = 3000,
+    fake: Annotated[
+        bool,
+        typer.Option("--fake", help="Workers make answers up: no weights, no torch. To develop what talks to a fleet."),
+    ] = False,
 ) -> None:
     """Start a whole fleet on this machine, answer one prompt, serve until Ctrl-C.
 
@@ -129,13 +133,14 @@ def up(
         host=host,
         port=port or free_port(host),
         workers=workers,
-        model=_known_model(model),
-        model_name=model_name,
+        model=_tokenizer_folder(model) if fake else _known_model(model),
+        model_name=(model_name or Path(model).name) if fake else model_name,
         redis_url=_known_redis(redis_url),
         data_dir=data_dir.expanduser().resolve(),
         start_timeout_s=start_timeout,
         drain_s=drain_s,
         lease_ms=lease_ms,
+        fake=fake,
     )
     try:
         check_model_name(options.served_name if model_name is None else model_name)
@@ -279,6 +284,18 @@ def _known_model(model: str) -> str:
         what = "has no config.json" if folder.is_dir() else "is neither a folder nor a bundled model"
         raise typer.BadParameter(f"{model!r} {what} (bundled: {names})", param_hint="--model")
     _check_checkpoint(folder)
+    return str(folder.resolve())
+
+
+def _tokenizer_folder(model: str) -> str:
+    """Return the folder whose tokenizer a fake worker takes."""
+    from shared.cli.bundled import bundled_models
+
+    bundled = bundled_models()
+    folder = bundled[model].folder if model in bundled else Path(model).expanduser()
+    for name in ("config.json", "tokenizer.json"):
+        if not (folder / name).is_file():
+            raise typer.BadParameter(f"{model!r} has no {name}", param_hint="--model")
     return str(folder.resolve())
 
 

@@ -47,6 +47,8 @@ class LocalFleetOptions:
     drain_s: float
     lease_ms: int = 3000
     """Short: on one machine a worker that is silent is dead or frozen, and its requests wait for so long."""
+    fake: bool = False
+    """Workers make answers up, and need no model: of its folder they take the tokenizer."""
 
     @property
     def served_name(self) -> str:
@@ -166,14 +168,15 @@ class LocalFleet:
             ready_file.unlink(missing_ok=True)
             flags = {
                 "model": options.model,
-                "model-name": options.model_name,
+                "model-name": options.served_name if options.fake else options.model_name,
                 "ready-file": ready_file,
                 "drain-s": options.drain_s,
                 "lease-ms": options.lease_ms,
             }
-            if options.workers > 1:
+            if options.workers > 1 and not options.fake:
                 flags["threads"] = max(1, (os.cpu_count() or 1) // options.workers)
-            recipe = Recipe(f"worker {number}", "worker", tuple(flags_of(flags)), tuple(env))
+            module = "shared.fake" if options.fake else "worker"
+            recipe = Recipe(f"worker {number}", module, tuple(flags_of(flags)), tuple(env))
             members.append(_Member(recipe, self.logs / f"worker-{number}.log", _exists(ready_file)))
         # Last: batches wait without harm until it is there.
         jobs_flags = flags_of({"batch-concurrency": _LOCAL_BATCH_CONCURRENCY})
