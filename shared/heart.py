@@ -68,7 +68,7 @@ class Heart:
         for part in self._parts:
             keys = Keys(part)
             mine = [(request_id, epoch) for request_id, epoch in held.items() if Keys.of(request_id).part == part]
-            names = [keys.worker(self._worker), keys.workers(), keys.probation(), *[keys.lane(lane) for lane in LANES]]
+            names = [keys.worker(self._worker), keys.workers(), keys.officers(), *[keys.lane(lane) for lane in LANES]]
             names += [name for request_id, _ in mine for name in (keys.request(request_id), keys.abort(request_id))]
             fields = [value for pair in pack_worker(info).items() for value in pair]
             args: list[Argument] = [

@@ -105,8 +105,9 @@ class Keys:
     def dead_letters(self) -> str:
         return self._name("dlq")
 
-    def probation(self) -> str:
-        return self._name("prob")
+    def officers(self) -> str:
+        """Sorted set with the lease's TTL: workers that run suspects of a crash, by the end (ms) of their office."""
+        return self._name("officers")
 
     def handed_back(self) -> str:
         """String with the lease's TTL: some entry waits in the pending list for an owner, look there now."""

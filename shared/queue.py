@@ -38,6 +38,8 @@ _ROUND = 8
 """In so many claims each lane is the first to be read at least once, so that none starves."""
 _OTHER_ORDERS: dict[int, tuple[Lane, ...]] = {0: ("bulk", "std", "rt"), _ROUND // 2: ("std", "rt", "bulk")}
 """Turns of a round that do not read by priority."""
+_EMPTY_YOURSELF = 2
+"""What `take` says of an officer whose requests others can go on with."""
 _FORGET_EVERY_S = 60.0
 _FORGET_AFTER_MS = 600_000
 
@@ -99,6 +101,7 @@ class WorkerQueue:
         self._max_attempts = max_attempts
         self._slots = slots
         self._probation: _Partition | None = None
+        self._make_room = False
         self._partitions = [_Partition(Keys(partition(model, number))) for number in range(partitions)]
         self._turn = 0
         self._forget_at = time.monotonic() + random.uniform(0.5, 1.0) * _FORGET_EVERY_S
@@ -145,6 +148,11 @@ class WorkerQueue:
         """True while `take` gives nothing but the suspects of a crash, a group at a time, to this worker alone."""
         return self._probation is not None
 
+    @property
+    def wants_room(self) -> bool:
+        """True if the last `take` found suspects that wait for this worker, and others for what it runs."""
+        return self._make_room
+
     async def take(self, limit: int, held: int = 0) -> list[Claim]:
         """Claim up to `limit` requests without waiting, those that other workers lost first.
 
@@ -156,6 +164,7 @@ class WorkerQueue:
         if limit < 1:
             return []
         self._turn += 1
+        self._make_room = False
         await self._forget_idle_consumers()
         claims: list[Claim] = []
         count = len(self._partitions)
@@ -272,7 +281,7 @@ class WorkerQueue:
                 await self._link.run(script("forget_consumers"), lanes, [GROUP, self._worker, "", 0])
                 await self._link.command("DEL", part.keys.worker(self._worker))
                 if part is self._probation:
-                    await self._link.command("DEL", part.keys.probation())
+                    await self._link.command("ZREM", part.keys.officers(), self._worker)
                 await self._link.command("ZREM", part.keys.workers(), self._worker)
         except FleetUnavailable:
             pass  # Others forget an idle consumer, and the worker's hash expires.
@@ -287,7 +296,7 @@ class WorkerQueue:
             part.reap_at = time.monotonic() + self._lease_ms / 1000
         reap = time.monotonic() >= part.reap_at
         names = [*[part.keys.lane(lane) for lane in order], part.keys.dead_letters()]
-        names += [part.keys.handed_back(), part.keys.rate(), part.keys.probation()]
+        names += [part.keys.handed_back(), part.keys.rate(), part.keys.officers(), part.keys.workers()]
         limits: list[Argument] = [limit, self._lease_ms, int(reap), self._max_attempts, WIRE_VERSION, self._slots, held]
         cursors = [part.cursors[lane] for lane in order]
         args = [*self._me(part), *limits, *cursors]
@@ -301,7 +310,8 @@ class WorkerQueue:
             raise
         part.was_away = False
         self._count_dropped(dropped)
-        self._probation = part if officer else None
+        self._enter_probation(part if officer else None)
+        self._make_room = officer == _EMPTY_YOURSELF
         part.cursors = {lane: cursor.decode() for lane, cursor in zip(order, cursors, strict=True)}
         if reap:
             part.reap_at = time.monotonic() + random.uniform(0.75, 1.25) * self._reap_every_s
@@ -314,6 +324,13 @@ class WorkerQueue:
         claims, dropped = await self._link.run(script("start"), names, args)
         self._count_dropped(dropped)
         return [_claim(reply) for reply in claims]
+
+    def _enter_probation(self, part: "_Partition | None") -> None:
+        if part is not self._probation:
+            log.info(
+                "from now on this worker runs %s", "whatever comes" if part is None else "suspects of a crash only"
+            )
+        self._probation = part
 
     def _count_dropped(self, dropped: int) -> None:
         if dropped:

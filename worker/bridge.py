@@ -273,6 +273,9 @@ class Bridge:
             self._metrics.show_malformed(queue.dropped)
             for claim in claims:
                 self._admit(claim)
+            if queue.wants_room:
+                for request_id in self._held:
+                    self._mailbox.give_back(request_id)
             if self._held:
                 await _wait(self._quit, self._pace.claim_poll_s)
         if self._loads:

@@ -18,6 +18,11 @@ class _Hurry:
 
 
 @dataclass(frozen=True, slots=True)
+class _GiveBack:
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
 class _Flush:
     pass
 
@@ -27,6 +32,9 @@ class _Drop:
     id: str
 
 
+_Letter = Arrival | _Abort | _Drop | _Hurry | _GiveBack | _Flush | None
+
+
 class Mailbox:
     """Many writers, one reader: the thread that owns the engine.
 
@@ -34,7 +42,7 @@ class Mailbox:
     """
 
     def __init__(self) -> None:
-        self._letters: queue.SimpleQueue[Arrival | _Abort | _Drop | _Hurry | _Flush | None] = queue.SimpleQueue()
+        self._letters: queue.SimpleQueue[_Letter] = queue.SimpleQueue()
 
     def arrive(self, arrival: Arrival) -> None:
         self._letters.put(arrival)
@@ -49,6 +57,10 @@ class Mailbox:
     def hurry(self, request_id: str) -> None:
         """Make the engine end a request with what its next forward gives."""
         self._letters.put(_Hurry(request_id))
+
+    def give_back(self, request_id: str) -> None:
+        """Make the engine give a request back at its next block boundary, for another worker to go on with."""
+        self._letters.put(_GiveBack(request_id))
 
     def flush(self) -> None:
         """Make the engine forget the texts whose pages others could share."""
@@ -70,7 +82,7 @@ class Mailbox:
             return inbox
 
 
-def _file(letter: Arrival | _Abort | _Drop | _Hurry | _Flush | None, inbox: Inbox) -> None:
+def _file(letter: _Letter, inbox: Inbox) -> None:
     match letter:
         case Arrival():
             inbox.arrivals.append(letter)
@@ -82,6 +94,8 @@ def _file(letter: Arrival | _Abort | _Drop | _Hurry | _Flush | None, inbox: Inbo
             inbox.drops.append(request_id)
         case _Flush():
             inbox.flush = True
+        case _GiveBack(request_id):
+            inbox.returns.append(request_id)
         case _Hurry(request_id):
             inbox.hurries.append(request_id)
         case None:

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- Renew the leases of all slots of a worker, and say which it has lost. Without the epoch check a paused worker that
 -- wakes up would steal its entries back.
--- KEYS: worker, workers, probation, lanes rt, std, bulk, then for each request: hash, abort key
+-- KEYS: worker, workers, officers, lanes rt, std, bulk, then for each request: hash, abort key
 -- ARGV: group, consumer, lease ms, number of info fields and values, those, then the epoch of each request
 -- Returns for each request: ok | fenced | expired | aborted:<reason>
 local group, consumer, lease, count = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
@@ -12,7 +12,8 @@ redis.call('PEXPIRE', KEYS[1], lease)
 redis.call('ZADD', KEYS[2], now, consumer)
 redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now - 10 * lease)
 redis.call('PEXPIRE', KEYS[2], 10 * lease)
-if redis.call('GET', KEYS[3]) == consumer then redis.call('PEXPIRE', KEYS[3], lease) end
+redis.call('ZADD', KEYS[3], 'XX', now + lease, consumer)
+redis.call('PEXPIRE', KEYS[3], lease)
 
 -- Whoever comes back was not killed: a frozen process or a cut network is no evidence against what it ran.
 local function acquit(key)

@@ -3,14 +3,15 @@
 -- XREADGROUP is per stream and would claim more than there are free slots.
 --
 -- A crash hits all requests of a worker, and only one of them may be its cause. A first crash is forgiven: machines
--- fail, and whoever has room goes on at once. What has lost two workers is suspect: one worker at a time, the officer,
--- runs suspects by themselves, in groups that are halved with each crash, until the culprit has crashed a worker alone.
--- The officer takes nothing else; the others leave suspects to it.
--- KEYS: three lanes in reading order, dlq, handed-back hint, rate, probation
+-- fail, and whoever has room goes on at once. What has lost two workers is suspect: an officer runs suspects by
+-- themselves, in groups that are halved with each crash, until the culprit has crashed a worker alone. It takes nothing
+-- else meanwhile, and the others leave suspects to the officers: one of them, or half of the fleet while many wait.
+-- Whoever becomes one gives back what it runs, at the next block of each, if the rest can go on with it.
+-- KEYS: three lanes in reading order, dlq, handed-back hint, rate, officers, workers
 -- ARGV: prefix, group, consumer, budget, lease ms, reap (0 | 1), max attempts, envelope version, slots, requests held,
 --       three scan cursors
 -- Names of single requests derive from the prefix (same hash tag): they are known only after the read.
--- Returns {claims, cursors, officer (0 | 1), malformed entries dropped}
+-- Returns {claims, cursors, officer (0 | 1 | 2: give back what you run), malformed entries dropped}
 local worker = {
   prefix = ARGV[1], group = ARGV[2], name = ARGV[3], lease = tonumber(ARGV[5]),
   max_attempts = tonumber(ARGV[7]), version = tonumber(ARGV[8]), dlq = KEYS[4], rate = KEYS[6],
@@ -20,12 +21,15 @@ local left, slots, held = tonumber(ARGV[4]), tonumber(ARGV[9]), tonumber(ARGV[10
 local claims, cursors = {}, { ARGV[11], ARGV[12], ARGV[13] }
 local HANDED_BACK = 43200000
 
-local officer = redis.call('GET', KEYS[7])
-local mine = officer == worker.name
+local now = now_ms()
+redis.call('ZREMRANGEBYSCORE', KEYS[7], '-inf', now)
+local officers, mine = {}, false
+local names = redis.call('ZRANGE', KEYS[7], 0, -1)
+for _, name in ipairs(names) do officers[name] = true end
+mine = officers[worker.name]
 if mine and held > 0 then return { claims, cursors, 1, worker.dropped } end
 
 local function claim(lane, entry, alone)
-  -- A deleted entry comes without fields; XAUTOCLAIM has then dropped it from the pending list already.
   local claimed = entry[2] and open_entry(worker, lane, entry, alone)
   if claimed then
     claims[#claims + 1] = claimed
@@ -33,10 +37,11 @@ local function claim(lane, entry, alone)
   end
 end
 
-local suspects = {}
+local suspects, others = {}, {}
 
--- An entry whose lease is over, now ours: a suspect if it has lost enough workers, else a claim.
+-- An entry whose lease is over or that was handed back, now ours: a suspect if it has lost enough workers.
 local function receive(lane, entry)
+  -- A deleted entry comes without fields; XAUTOCLAIM has then dropped it from the pending list already.
   if not entry[2] then return end
   local id = read_entry(worker, entry)
   -- What is malformed falls through to `claim`, which drops it.
@@ -52,42 +57,70 @@ local function receive(lane, entry)
       request.sus = '1'
     end
   end
+  local found = { lane = lane, entry = entry, attempts = tonumber(request.att) }
   if readable and request.sus and not TERMINAL[request.st] then
-    suspects[#suspects + 1] = { lane = lane, entry = entry, attempts = tonumber(request.att) }
+    suspects[#suspects + 1] = found
   else
-    claim(lane, entry)
+    others[#others + 1] = found
   end
 end
 
-local function put_back(suspect)
-  redis.call('XCLAIM', suspect.lane, worker.group, worker.name, 0, suspect.entry[1], 'IDLE', worker.lease, 'JUSTID')
+local function put_back(found, idle)
+  redis.call('XCLAIM', found.lane, worker.group, worker.name, 0, found.entry[1], 'IDLE', idle, 'JUSTID')
 end
 
-local hinted, reap = redis.call('EXISTS', KEYS[5]) == 1, mine or ARGV[6] == '1'
-local all_seen = false
+local hinted = redis.call('EXISTS', KEYS[5]) == 1
+local reap = mine or ARGV[6] == '1'
 if left > 0 and (hinted or reap) then
-  all_seen = true
+  local all_seen = true
   for i = 1, 3 do
-    if hinted or mine then cursors[i] = '0-0' end
+    if hinted then cursors[i] = '0-0' end
     -- One XAUTOCLAIM looks at 10 x COUNT entries: go on in slices, and next time from where this one stopped.
     for _ = 1, 40 do
-      if left == 0 then break end
+      local wanted = left - #others
+      if wanted == 0 then break end
       local idle = reap and worker.lease or HANDED_BACK
-      local reply = redis.pcall('XAUTOCLAIM', KEYS[i], worker.group, worker.name, idle, cursors[i], 'COUNT', left)
+      local reply = redis.pcall('XAUTOCLAIM', KEYS[i], worker.group, worker.name, idle, cursors[i], 'COUNT', wanted)
       -- Somebody else's key under a lane's name stops neither this worker nor the other lanes.
       if foreign(reply) then break end
       cursors[i] = reply[1]
       for _, entry in ipairs(reply[2]) do receive(KEYS[i], entry) end
       if cursors[i] == '0-0' then break end
     end
-    if left == 0 or cursors[i] ~= '0-0' then all_seen = false end
+    if left == #others or cursors[i] ~= '0-0' then all_seen = false end
   end
   if hinted and all_seen then redis.call('DEL', KEYS[5]) end
 end
 
-if #suspects > 0 and (mine or not officer) then
+-- How many workers beside this one take what comes, and the free slots that they had at their last beat.
+local function fleet()
+  local ready, free = 0, 0
+  local all = redis.pcall('ZRANGE', KEYS[8], 0, -1)
+  if foreign(all) then return ready, free end
+  for _, name in ipairs(all) do
+    local other = name ~= worker.name and not officers[name] and fetch(worker.prefix .. 'w:' .. name, 'state', 'free')
+    if other and other.state == 'ready' then
+      ready = ready + 1
+      free = free + (tonumber(other.free) or 0)
+    end
+  end
+  return ready, free
+end
+
+local give_back = false
+
+-- True if this worker is to run suspects. What it gives back for them goes before all that is new.
+local function serves()
+  if mine and held == 0 then return true end
+  local ready, free = fleet()
+  give_back = held > 0 and (ready > 1 or (ready == 1 and free >= held))
+  return #names == 0 or (ready >= #names and (held == 0 or give_back))
+end
+
+if #suspects > 0 and serves() then
   mine = true
-  redis.call('SET', KEYS[7], worker.name, 'PX', worker.lease)
+  redis.call('ZADD', KEYS[7], now + worker.lease, worker.name)
+  redis.call('PEXPIRE', KEYS[7], worker.lease)
   -- The least suspect first: most of them are innocent, and soon out of the way.
   table.sort(suspects, function(a, b) return a.attempts < b.attempts end)
   local first = 1
@@ -98,14 +131,17 @@ if #suspects > 0 and (mine or not officer) then
     for i = first, last do claim(suspects[i].lane, suspects[i].entry, first == last) end
     first = last + 1
   end
-  for i = first, #suspects do put_back(suspects[i]) end
-  if #claims > 0 or held > 0 then return { claims, cursors, 1, worker.dropped } end
+  for i = first, #suspects do put_back(suspects[i], worker.lease) end
+  if held > 0 or #claims > 0 then
+    for _, other in ipairs(others) do put_back(other, 2 * HANDED_BACK) end
+    if #others > 0 then redis.call('SET', KEYS[5], 1, 'PX', worker.lease) end
+    return { claims, cursors, give_back and 2 or 1, worker.dropped }
+  end
+else
+  for _, suspect in ipairs(suspects) do put_back(suspect, worker.lease) end
 end
-for _, suspect in ipairs(mine and {} or suspects) do put_back(suspect) end
-if mine then
-  if not all_seen then return { claims, cursors, 1, worker.dropped } end
-  redis.call('DEL', KEYS[7])
-end
+if mine then redis.call('ZREM', KEYS[7], worker.name) end
+for _, other in ipairs(others) do claim(other.lane, other.entry) end
 
 for i = 1, 3 do
   for _ = 1, 16 do

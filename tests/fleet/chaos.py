@@ -8,12 +8,13 @@ pending, nothing queued, and no key may live for ever.
 
 import argparse
 import asyncio
+import math
 import os
-import statistics
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from shared.embedded import EmbeddedServer
 from shared.events import Delta, Failed, Finished, decode_event, is_terminal
 from shared.keys import GROUP, Keys, partition
 from tests.fleet.customers import Customer, Visit, cook
+from tests.fleet.diary import Interruption, Span, at_work, blocks_begun_again, interruptions, read_diary, uncovered
 from tests.fleet.models import BLOCK_LENGTH, write_tiny_model
 from tests.fleet.monkey import Monkey
 from tests.fleet.network import Network
@@ -59,10 +61,14 @@ class Report:
     left: list[str] = field(default_factory=list[str])
     """Pending or queued entries, keys without a TTL."""
     resumes_s: list[float] = field(default_factory=list[float])
+    """As customers saw it: between the last block of one owner and the first of the next."""
     moves: int = 0
     """How often a request went from one owner to the next in mid-stream."""
     hits: int = 0
     """How often a request lost its worker."""
+    interruptions: list[Interruption] = field(default_factory=list[Interruption])
+    dark: list[Span] = field(default_factory=list[Span])
+    """When no worker could work."""
     blocks: int = 0
     repeated_blocks: int = 0
     """Blocks that were begun more than once."""
@@ -76,8 +82,8 @@ class Report:
         return sum(self.faults[name] for name in ("worker kill -9", "worker frozen", "network paused", "Redis kill -9"))
 
     def lines(self) -> list[str]:
-        times = sorted(self.resumes_s) or [0.0]
-        p99 = times[min(len(times) - 1, round(0.99 * len(times)))]
+        whole = [interruption.total_s for interruption in self.interruptions]
+        fleet = [interruption.fleet_s for interruption in self.interruptions]
         rows: list[tuple[str, object]] = [
             ("seed", self.seed),
             ("seconds", round(self.seconds)),
@@ -90,14 +96,26 @@ class Report:
             ("wrong text", len(self.wrong)),
             ("left in Redis", len(self.left)),
             ("moves to another owner in mid-stream", self.moves),
-            ("resume time p50, s", f"{statistics.median(times):.2f}"),
-            ("resume time p99, s", f"{p99:.2f}"),
+            ("interruptions of requests", len(whole)),
+            ("resume time p50, s", f"{quantile(fleet, 0.5):.2f}"),
+            ("resume time p99, s", f"{quantile(fleet, 0.99):.2f}"),
+            ("the same with dark time p50, s", f"{quantile(whole, 0.5):.2f}"),
+            ("the same with dark time p99, s", f"{quantile(whole, 0.99):.2f}"),
+            ("as customers saw it p50, s", f"{quantile(self.resumes_s, 0.5):.2f}"),
+            ("as customers saw it p99, s", f"{quantile(self.resumes_s, 0.99):.2f}"),
+            ("dark time (no worker there), s", f"{sum(span.end - span.start for span in self.dark):.1f}"),
             ("blocks committed", self.blocks),
             ("requests that lost their worker", self.hits),
             ("blocks begun again, per crash", f"{self.repeated_blocks / max(1, self.crashes):.2f}"),
             ("blocks begun again, per request hit", f"{self.repeated_blocks / max(1, self.hits):.2f}"),
         ]
         return [f"{name:<38}{value!s:>12}" for name, value in rows]
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Return the value that `share` of the others do not exceed; 0.0 of none."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, round(share * len(ordered)))] if ordered else 0.0
 
 
 class Staff:
@@ -109,10 +127,19 @@ class Staff:
         self._urls = urls
         self._hired = 0
         self.workers: list[Child] = []
+        self.lives: dict[int, Span] = {}
+        """When each worker was ready; the end is infinite for those that are."""
 
     async def keep(self) -> None:
         while True:
-            self.workers = [worker for worker in self.workers if worker.alive]
+            now, left = time.monotonic(), [worker for worker in self.workers if worker.alive]
+            for worker in self.workers:
+                life = self.lives.get(worker.pid)
+                if worker not in left:
+                    self.lives[worker.pid] = Span(now if life is None else life.start, now)
+                elif life is None and worker.ready:
+                    self.lives[worker.pid] = Span(now, math.inf)
+            self.workers = left
             while len(self.workers) < WORKERS:
                 await asyncio.to_thread(self._hire)
             await asyncio.sleep(0.05)
@@ -123,7 +150,7 @@ class Staff:
         flags = ["--redis-url", url, "--model", str(self._model), "--model-name", MODEL, "--threads", "1"]
         flags += ["--lease-ms", str(LEASE_MS), "--max-attempts", "100", "--max-rows", "8", "--drain-s", "0.3"]
         flags += ["--redis-wait-s", "120", "--log-format", "text", "--preview-interval-ms", "0"]
-        self.workers.append(self._nursery.spawn(*flags))
+        self.workers.append(self._nursery.spawn(*flags, remote=url != self._urls[0]))
 
 
 async def run(seed: int, seconds: float) -> Report:
@@ -171,11 +198,22 @@ async def _run(
         for task in done:
             task.result()
     visits = [visit for customer in customers for visit in customer.visits if visit.accepted]
-    judge(report, visits, server.url, nursery.begun)
+    judge(report, visits, server.url)
+    lines = read_diary(nursery.diary)
+    report.repeated_blocks = blocks_begun_again(lines)
+    faults = sorted(monkey.hits, key=lambda fault: fault.span.start)
+    whole = Span(lines[0].at, lines[-1].at)
+    report.dark = uncovered(whole, at_work(staff.lives, faults))
+    accepted = {visit.id for visit in visits}
+    report.interruptions = [
+        interruption
+        for interruption in interruptions(lines, faults, report.dark)
+        if interruption.request_id in accepted
+    ]
     return report
 
 
-def judge(report: Report, visits: list[Visit], url: str, begun: Path) -> None:
+def judge(report: Report, visits: list[Visit], url: str) -> None:
     """Fill in what became of the requests."""
     redis: Any = open_sync_client(url)
     report.requests = len(visits)
@@ -194,8 +232,6 @@ def judge(report: Report, visits: list[Visit], url: str, begun: Path) -> None:
     if letters := redis.xlen(keys.dead_letters()):
         report.left.append(f"{letters} dead letters")
     redis.close()
-    starts = Counter(begun.read_text().splitlines())
-    report.repeated_blocks = sum(count - 1 for count in starts.values())
 
 
 def _judge_customer(report: Report, visit: Visit) -> None:

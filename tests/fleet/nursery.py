@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from queue import SimpleQueue
 
+from tests.fleet.diary import Pen, queue_with
 from tests.fleet.processes import PATIENCE_S, REPOSITORY
 
-BEGUN = "DIFFLEET_TEST_BEGUN"
-"""Names the file to which workers append a line for each block that they begin: request id and position."""
+DIARY = "DIFFLEET_TEST_DIARY"
+"""Names the file in which workers note what they do, see `tests.fleet.diary`."""
 
 
 class Child:
@@ -27,6 +28,8 @@ class Child:
     def __init__(self, pid: int, ready_file: Path) -> None:
         self.pid = pid
         self.ready_file = ready_file
+        self.remote = False
+        """It reaches Redis over the network."""
         self.code: int | None = None
 
     @property
@@ -54,7 +57,7 @@ class Nursery:
         self._parent = subprocess.Popen(
             [sys.executable, "-m", "tests.fleet.nursery"],
             cwd=REPOSITORY,
-            env=os.environ | {BEGUN: str(self.begun), "OMP_NUM_THREADS": "1"},
+            env=os.environ | {DIARY: str(self.diary), "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -63,10 +66,10 @@ class Nursery:
         self._reader.start()
 
     @property
-    def begun(self) -> Path:
-        return self._folder / "begun"
+    def diary(self) -> Path:
+        return self._folder / "diary"
 
-    def spawn(self, *flags: str) -> Child:
+    def spawn(self, *flags: str, remote: bool = False) -> Child:
         self._count += 1
         ready, log = self._folder / f"{self._count}.ready", self._folder / f"{self._count}.log"
         order = {"argv": [*flags, "--ready-file", str(ready)], "log": str(log)}
@@ -76,6 +79,7 @@ class Nursery:
         pid = self._answers.get(timeout=PATIENCE_S)
         child = self._children[pid]
         child.ready_file = ready
+        child.remote = remote
         return child
 
     def close(self) -> None:
@@ -103,25 +107,23 @@ class Nursery:
 
 def serve(orders: Sequence[str] = ()) -> None:
     """Fork a worker for each line of standard input, tell of those that end; return when the input has."""
+    import worker.__main__
     import worker.assembly
     from worker.device import guarded
     from worker.engine.plan import Plan
     from worker.engine.ports import Decision, Forward
 
-    begun = os.open(os.environ[BEGUN], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    pen = Pen(os.open(os.environ[DIARY], os.O_WRONLY | os.O_CREAT | os.O_APPEND))
 
     def recording(forward: Forward) -> Forward:
         def run(plan: Plan) -> Decision:
-            rows = [row for row in plan.rows if row.canvas is not None and row.canvas.step == 0]
-            if rows:
-                # One write, at once: it must outlive a process that is killed in this very step.
-                os.write(
-                    begun, "".join(f"{row.request_id} {row.canvas.start}\n" for row in rows if row.canvas).encode()
-                )
+            canvases = [(row.request_id, row.canvas) for row in plan.rows if row.canvas is not None]
+            pen.note("begins", [(request_id, canvas.start) for request_id, canvas in canvases if canvas.step == 0])
             return forward(plan)
 
         return run
 
+    worker.__main__.WorkerQueue = queue_with(pen)  # pyright: ignore[reportPrivateImportUsage]
     worker.assembly.guarded = lambda forward: recording(guarded(forward))  # pyright: ignore[reportPrivateImportUsage]
     alive: set[int] = set()
     selector = selectors.DefaultSelector()

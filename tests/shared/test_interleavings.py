@@ -213,7 +213,7 @@ class Interleavings(RuleBasedStateMachine):
     @rule()
     def lapse(self) -> None:
         """Whoever examines the suspects of a crash is gone as well: its lock has timed out."""
-        self.redis.delete(Keys(f"{self.model}.0").probation())
+        self.redis.delete(Keys(f"{self.model}.0").officers())
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())

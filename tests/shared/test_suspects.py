@@ -55,7 +55,15 @@ def crash(redis: Any, claims: list[Claim]) -> None:
     for claim in claims:
         run_out_of_lease(redis, claim.id)
         redis.delete(keys.worker(state_of(redis, claim.id)["own"]))
-    redis.delete(keys.probation())
+    redis.delete(keys.officers())
+
+
+def announce(url: str, *names: str, free: int = SLOTS) -> None:
+    """Let workers beat once, with nothing held."""
+    for name in names:
+        heart = Heart.connect(url, name, MODEL, HOUR_MS)
+        heart.beat({}, WorkerInfo(name, MODEL, "ready", slots=SLOTS, free=free))
+        heart.close()
 
 
 async def submit(fleet: FleetClient, count: int) -> list[str]:
@@ -104,7 +112,7 @@ async def test_a_poison_is_found_by_halving_and_the_innocent_finish(
     assert states.pop(poison) == "dead"
     assert set(states.values()) == {"done"}
     assert (lengths_of(fleet_redis), pending_of(fleet_redis)) == (0, 0)
-    assert not fleet_redis.exists(Keys(f"{MODEL}.0").probation())
+    assert not fleet_redis.exists(Keys(f"{MODEL}.0").officers())
 
 
 async def test_suspects_run_with_one_worker_that_takes_nothing_beside_them(
@@ -140,18 +148,78 @@ async def test_a_busy_worker_empties_itself_before_it_runs_suspects(
     assert [claim.id for claim in await busy.take(SLOTS)] == [suspect]
 
 
+@pytest.mark.parametrize(
+    ("others", "free", "gives_back"), [((), 0, False), (("b",), 1, False), (("b",), 2, True), (("b", "c"), 0, True)]
+)
+async def test_a_busy_worker_gives_back_what_the_rest_can_go_on_with_and_runs_the_suspects(
+    others: tuple[str, ...],
+    free: int,
+    gives_back: bool,
+    fleet: FleetClient,
+    new_queue: NewQueue,
+    fleet_redis: Any,
+    redis_url: str,
+) -> None:
+    busy = new_queue("busy")
+    await submit(fleet, 2)
+    running = await busy.take(2)
+    [suspect] = await submit_suspects(fleet, new_queue, fleet_redis, 1)
+    announce(redis_url, "busy", *others, free=free)
+
+    assert await busy.take(SLOTS - 2, held=2) == []
+    assert (busy.on_probation, busy.wants_room) == (True, gives_back)
+    assert await busy.take(SLOTS - 2, held=2) == []
+    assert not busy.wants_room, "asked twice"
+    for claim in running:
+        await busy.hand_back(claim.id, claim.epoch)
+    assert [claim.id for claim in await busy.take(SLOTS)] == [suspect]
+    heir = new_queue("heir")
+    assert [(claim.id, claim.attempt) for claim in await heir.take(SLOTS)] == [(claim.id, 1) for claim in running]
+
+
+async def test_an_officer_leaves_to_others_what_has_lost_one_worker(
+    fleet: FleetClient, new_queue: NewQueue, fleet_redis: Any
+) -> None:
+    forgiven = await submit(fleet, 3)
+    lost = await new_queue("gone").take(3)
+    suspects = await submit_suspects(fleet, new_queue, fleet_redis, 2)
+    crash(fleet_redis, lost)
+    officer, other = new_queue("officer"), new_queue("other")
+    claims = await officer.take(SLOTS)
+    assert {claim.id for claim in claims} == set(suspects)
+    # At once: it need not be the time to look for what was lost.
+    other._partitions[0].reap_at = float("inf")
+    assert [(claim.id, claim.attempt) for claim in await other.take(SLOTS)] == [(one, 2) for one in forgiven]
+    for claim in claims:
+        await finish(officer, claim)
+    assert await officer.take(SLOTS) == [] and not officer.on_probation
+
+
+@pytest.mark.parametrize(("size", "officers"), [(1, 1), (2, 1), (3, 2), (4, 2), (5, 3)])
+async def test_half_of_a_fleet_runs_suspects_while_many_wait(
+    size: int, officers: int, fleet: FleetClient, new_queue: NewQueue, fleet_redis: Any, redis_url: str
+) -> None:
+    suspects = await submit_suspects(fleet, new_queue, fleet_redis, 3 * SLOTS)
+    names = [f"w{number}" for number in range(size)]
+    announce(redis_url, *names)
+    groups = [await new_queue(name).take(SLOTS) for name in names]
+    assert [len(group) for group in groups] == [SLOTS // 2] * officers + [0] * (size - officers)
+    claimed = [claim.id for group in groups for claim in group]
+    assert len(set(claimed)) == len(claimed) and set(claimed) <= set(suspects)
+
+
 async def test_the_beat_keeps_the_lock_of_whoever_examines_suspects(
     fleet: FleetClient, new_queue: NewQueue, fleet_redis: Any, redis_url: str
 ) -> None:
     await submit_suspects(fleet, new_queue, fleet_redis, 1)
     await new_queue("officer").take(1)
-    lock = Keys(f"{MODEL}.0").probation()
-    fleet_redis.pexpire(lock, HOUR_MS // 2)
+    officers = Keys(f"{MODEL}.0").officers()
+    soon = fleet_redis.zscore(officers, "officer") - HOUR_MS // 2
+    fleet_redis.zadd(officers, {"officer": soon})
     for name, renewed in (("other", False), ("officer", True)):
-        heart = Heart.connect(redis_url, name, MODEL, HOUR_MS)
-        heart.beat({}, WorkerInfo(name, MODEL, "ready"))
-        heart.close()
-        assert (fleet_redis.pttl(lock) > HOUR_MS // 2) is renewed
+        announce(redis_url, name)
+        assert (fleet_redis.zscore(officers, "officer") > soon) is renewed
+        assert fleet_redis.zscore(officers, "other") is None
 
 
 async def test_a_worker_that_leaves_gives_up_its_lock(
@@ -161,9 +229,9 @@ async def test_a_worker_that_leaves_gives_up_its_lock(
     officer = WorkerQueue.connect(redis_url, MODEL, "officer", HOUR_MS, reap_every_ms=0)
     [claim] = await officer.take(1)
     await officer.hand_back(claim.id, claim.epoch)
-    assert fleet_redis.exists(Keys.of(request_id).probation())
+    assert fleet_redis.exists(Keys.of(request_id).officers())
     await officer.close()
-    assert not fleet_redis.exists(Keys.of(request_id).probation())
+    assert not fleet_redis.exists(Keys.of(request_id).officers())
 
 
 async def test_a_suspect_that_is_handed_back_stays_one(
@@ -173,7 +241,7 @@ async def test_a_suspect_that_is_handed_back_stays_one(
     officer, heir = new_queue("officer"), new_queue("heir")
     for claim in await officer.take(SLOTS):
         assert await officer.hand_back(claim.id, claim.epoch) is Outcome.OK
-    fleet_redis.delete(Keys(f"{MODEL}.0").probation())
+    fleet_redis.delete(Keys(f"{MODEL}.0").officers())
     await submit(fleet, 1)
     claims = await heir.take(SLOTS)
     assert {claim.id for claim in claims} == set(ids) and {claim.attempt for claim in claims} == {3}

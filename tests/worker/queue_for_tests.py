@@ -39,6 +39,8 @@ class QueueForTests:
         """For each coming write: True if it fails. Then all succeed."""
         self.orders_now = Orders()
         self.unable: dict[str, int] = {}
+        self.wants_room = False
+        """Suspects wait for this worker, and others for what it runs."""
         self.down = False
         self.closed = False
 
@@ -54,7 +56,7 @@ class QueueForTests:
 
     @property
     def on_probation(self) -> bool:
-        return False
+        return self.wants_room
 
     async def orders(self) -> Orders:
         self._fail_if_down()

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -49,6 +50,7 @@ class Desk:
             inbox.aborts += new.aborts
             inbox.drops += new.drops
             inbox.hurries += new.hurries
+            inbox.returns += new.returns
 
         until(lambda: reached(inbox), more)
         return inbox
@@ -361,6 +363,22 @@ def test_a_request_is_handed_back_behind_its_last_block() -> None:
         desk.say(delta(request.id, 0), handed_back=(request.id,))
         until(lambda: desk.bridge.held() == {})
         assert (len(queue.requests[request.id].log), queue.requests[request.id].handed_back_ms) == (1, 0)
+
+
+def test_what_is_held_is_given_back_where_suspects_of_a_crash_wait_for_this_worker() -> None:
+    queue = QueueForTests()
+    requests = [generate(), generate()]
+    queue.submit(requests[0])
+    with running(queue, replace(PACE, slots=3)) as desk:
+        desk.arrivals(1)
+        queue.wants_room = True
+        queue.submit(requests[1])
+        inbox = desk.collect_until(lambda inbox: {request.id for request in requests} <= set(inbox.returns))
+        queue.wants_room = False
+        assert [arrival.request.id for arrival in inbox.arrivals] == [requests[1].id]
+        desk.say(delta(requests[0].id, 0), handed_back=(requests[0].id,))
+        until(lambda: list(desk.bridge.held()) == [requests[1].id])
+        assert queue.requests[requests[0].id].handed_back_ms == 0
 
 
 def test_a_claim_that_comes_after_the_drain_began_is_handed_back() -> None:

@@ -246,6 +246,25 @@ def test_hand_back_gives_up_at_the_next_block_boundary_and_admits_nobody() -> No
     assert all(len(delta.token_ids) + (3 if delta.offset == 0 else 0) == 4 for delta in bench.deltas(early))
 
 
+def test_what_is_asked_for_alone_leaves_at_its_next_block_boundary_and_the_others_stay() -> None:
+    bench = Bench()
+    stays, leaves, late = ask([1, 2, 3], 30, ignore_eos=True), ask([4, 5, 6], 60, ignore_eos=True), ask([7], 8)
+    bench.step(Inbox(arrivals=[Arrival(stays, 1), Arrival(leaves, 1)]))
+    sequence = bench.engine._scheduler.find(leaves.id)
+    assert sequence is not None
+    while sequence.at_boundary:
+        bench.step()
+    bench.step(Inbox(returns=[leaves.id, "r_nobody"], arrivals=[Arrival(late, 1)]))
+    assert bench.handed_back == [], "in the middle of a block"
+    for _ in range(6):
+        bench.step()
+    assert bench.handed_back == [leaves.id]
+    assert all(len(delta.token_ids) + (3 if delta.offset == 0 else 0) == 4 for delta in bench.deltas(leaves))
+    bench.run()
+    assert len(bench.tokens(stays)) == 30 and isinstance(bench.end(late), Finished)
+    assert not any(is_terminal(event) for event in bench.events[leaves.id])
+
+
 def test_max_tokens_is_exact_for_every_value_around_a_block() -> None:
     for max_tokens in range(1, 14):
         bench = Bench()

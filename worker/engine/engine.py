@@ -52,6 +52,7 @@ class Engine:
         self._order = count()
         self._steps = 0
         self._handing_back = False
+        self._some_leave = False
 
     @property
     def idle(self) -> bool:
@@ -73,7 +74,7 @@ class Engine:
         """Apply the inbox, run one forward over the rows that fit, and return what became certain."""
         outbox = Outbox()
         self._take_in(inbox, outbox)
-        if self._handing_back:
+        if self._handing_back or self._some_leave:
             self._give_back_at_boundaries(outbox)
         self._steps += 1
         plan, sequences = self._scheduler.plan(self._steps)
@@ -122,6 +123,10 @@ class Engine:
             sequence = self._scheduler.find(request_id)
             if sequence is not None:
                 sequence.hurried = True
+        for request_id in inbox.returns:
+            sequence = self._scheduler.find(request_id)
+            if sequence is not None:
+                sequence.leaving = self._some_leave = True
 
     def _arrive(self, arrival: Arrival, events: list[Event]) -> None:
         request = arrival.request
@@ -196,7 +201,9 @@ class Engine:
 
     def _give_back_at_boundaries(self, outbox: Outbox) -> None:
         scheduler = self._scheduler
-        for sequence in [s for s in (*scheduler.running, *scheduler.waiting) if s.at_boundary]:
+        leaving = [s for s in (*scheduler.running, *scheduler.waiting) if self._handing_back or s.leaving]
+        self._some_leave = any(s.leaving and not s.at_boundary for s in leaving)
+        for sequence in [s for s in leaving if s.at_boundary]:
             scheduler.remove(sequence)
             outbox.handed_back.append(sequence.id)
 

@@ -46,6 +46,8 @@ class Inbox:
     """Requests that this worker no longer owns (fenced): they leave without an event."""
     hurries: list[str] = field(default_factory=list[str])
     """Requests whose time is up: what is left of their block is filled by one more forward, and they end."""
+    returns: list[str] = field(default_factory=list[str])
+    """Requests to give back at their next block boundary; the others stay."""
     flush: bool = False
     """Forget the texts whose pages others could share."""
     hand_back: bool = False

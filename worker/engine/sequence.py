@@ -88,6 +88,8 @@ class Sequence:
     stop: Stop | None = None
     hurried: bool = False
     """Its time is up: the next denoise forward fills the block, which is the last."""
+    leaving: bool = False
+    """It is to be given back at its next block boundary."""
     planned_at: int = 0
     """Step number at which the sequence was last in a plan."""
 
