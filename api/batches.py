@@ -11,6 +11,7 @@ from api import names
 from shared.connection import Argument, Link
 from shared.keys import ulid
 from shared.lua import script
+from shared.webhooks import Recipient, WebhookStore
 
 BatchStatus = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
@@ -50,6 +51,8 @@ class Batch:
     completed: int = 0
     failed: int = 0
     usage: Mapping[str, int] | None = None
+    webhook: Mapping[str, Any] | None = None
+    """`url` and `metadata` of who is told when it has ended."""
     stamps: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @property
@@ -75,6 +78,13 @@ class Batch:
         }
 
 
+def _told(batch: Batch) -> dict[str, object]:
+    """Return what a webhook tells of a batch."""
+    shown = batch.object
+    names_ = ("status", "endpoint", "model", "request_counts", "output_file_id", "error_file_id", "usage")
+    return {name: shown[name] for name in names_}
+
+
 def _usage(usage: Mapping[str, int]) -> dict[str, object]:
     return {
         "input_tokens": usage["input_tokens"],
@@ -90,6 +100,7 @@ class BatchStore:
 
     def __init__(self, link: Link) -> None:
         self._link = link
+        self._webhooks = WebhookStore(link)
 
     async def create(
         self,
@@ -101,6 +112,7 @@ class BatchStore:
         ttl_s: int,
         output_ttl_s: int,
         metadata: Mapping[str, str] | None,
+        webhook: Mapping[str, Any] | None = None,
     ) -> Batch:
         """Store a batch and put it where jobs look for work."""
         now = int(time.time())
@@ -115,6 +127,7 @@ class BatchStore:
             ttl_s,
             output_ttl_s,
             metadata,
+            webhook=webhook,
         )
         key, life_ms = names.batch(tenant, batch.id), (window_s + ttl_s) * 1000
         facts = {
@@ -129,6 +142,7 @@ class BatchStore:
                 "ttl_s",
                 "output_ttl_s",
                 "metadata",
+                "webhook",
             )
         }
         await self._link.read("HSET", key, "status", batch.status, "facts", orjson.dumps(facts))
@@ -183,7 +197,7 @@ class BatchStore:
         if not reply:
             return None
         if status in ENDED and reply[0]:
-            await self._link.read("ZREM", names.OPEN_BATCHES, f"{tenant}/{batch_id}")
+            await self.forget_open(tenant, batch_id)
         return cast(BatchStatus, reply[1].decode())
 
     async def count(self, tenant: str, batch_id: str, completed: int, failed: int) -> None:
@@ -195,6 +209,12 @@ class BatchStore:
         return [(tenant, batch_id) for tenant, _, batch_id in (member.decode().rpartition("/") for member in members)]
 
     async def forget_open(self, tenant: str, batch_id: str) -> None:
+        """Take a batch off the list of work. Who is to be told of its end is put down before: a crash between the two
+        leaves it on the list, and whoever finds it there ends here again."""
+        batch = await self.find(tenant, batch_id)
+        if batch is not None and batch.status in ENDED and batch.webhook is not None:
+            to = Recipient(tenant=tenant, kind="batch", name=batch.id, **batch.webhook)
+            await self._webhooks.add(batch.id, to, orjson.dumps(_told(batch)))
         await self._link.read("ZREM", names.OPEN_BATCHES, f"{tenant}/{batch_id}")
 
     async def save_line(self, tenant: str, batch: Batch, number: int, outcome: Mapping[str, object]) -> None:

@@ -5,6 +5,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from api.queue_metrics import QueueMetrics
 from api.vllm_metrics import VllmNames
+from api.webhooks.metrics import WebhookMetrics
 from shared.events import Finished
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -87,6 +88,7 @@ class Metrics:
             registry=registry,
         )
         self.queue = QueueMetrics(registry)
+        self.webhooks = WebhookMetrics(registry)
 
     def count_open(self, model: str, change: int) -> None:
         """Count a request that this process begins (1) or ceases (-1) to follow."""

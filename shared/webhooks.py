@@ -5,15 +5,16 @@ delivers takes a message for a time: at least once, never at most once. A receiv
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shared.commands import Webhook
-from shared.connection import Argument, Link
+from shared.connection import Argument, Link, translate
 from shared.keys import OTHER_HOOKS, Keys, closed_hooks, partition_of
 from shared.lua import script
 
@@ -169,21 +170,25 @@ class WebhookStore:
         return bool(await self._link.read("EXISTS", closed_hooks(_digest(to))))
 
     async def census(self, keys: Iterable[Keys]) -> HookCensus:
-        """Count the messages of some partitions."""
-        due = dead = 0
-        late_s, ends = 0.0, dict[str, int]()
-        seconds, micros = await self._link.read("TIME")
+        """Count the messages of some partitions, in one round trip."""
+        places = list(keys)
+        commands: list[tuple[Argument, ...]] = [("TIME",)]
+        for part in places:
+            commands += [("ZCARD", part.hooks()), ("ZCARD", part.dead_hooks())]
+            commands += [("ZRANGE", part.hooks(), 0, 0, "WITHSCORES"), ("HGETALL", part.hook_counts())]
+        replies = await self._link.pipeline(commands)
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise translate(reply) from reply
+        (seconds, micros), *rest = replies
         now_ms = int(seconds) * 1000 + int(micros) // 1000
-        for part in keys:
-            due += await self._link.read("ZCARD", part.hooks())
-            dead += await self._link.read("ZCARD", part.dead_hooks())
-            first = await self._link.read("ZRANGE", part.hooks(), 0, 0, "WITHSCORES")
+        late_s, ends = 0.0, Counter[str]()
+        for first, counts in zip(rest[2::4], rest[3::4], strict=True):
             for _, at_ms in _pairs(first):
                 late_s = max(late_s, (now_ms - at_ms) / 1000)
-            counts: Mapping[bytes, bytes] = await self._link.read("HGETALL", part.hook_counts())
-            for name, count in counts.items():
-                ends[name.decode(errors="replace")] = ends.get(name.decode(errors="replace"), 0) + int(count)
-        return HookCensus(due, dead, late_s, ends)
+            for name, count in cast(Mapping[bytes, bytes], counts).items():
+                ends[name.decode(errors="replace")] += int(count)
+        return HookCensus(sum(rest[::4]), sum(rest[1::4]), late_s, ends)
 
     async def _read(self, keys: Keys, rows: list[Any]) -> list[Undelivered]:
         found: list[Undelivered] = []

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from secrets import token_hex
+
 import orjson
 
 from api.batches import Batch, BatchStatus

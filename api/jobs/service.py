@@ -20,10 +20,11 @@ from api.deps import Services
 from api.jobs.runner import BatchRun
 from api.jobs.settings import JobSettings
 from api.metrics import Metrics
-from api.webhooks.ask import WebhookDesk, hook_partitions
+from api.webhooks.ask import WebhookDesk
 from api.webhooks.deliverer import Deliverer, DeliveryTerms, deliver_for_ever
 from shared.client import UnknownModel
 from shared.connection import FleetUnavailable, Link, open_pool
+from shared.hook_places import hook_partitions
 from shared.keys import Keys
 from shared.sweep import sweep_lanes
 

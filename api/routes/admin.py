@@ -2,9 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends
 from pydantic import Field
@@ -19,9 +19,11 @@ from shared.adapters import TARGETS_FILE, InvalidAdapter, check_adapter, digest_
 from shared.administration import RequestFacts
 from shared.card import ModelCard
 from shared.dead_letters import DeadLetter
+from shared.hook_places import hook_partitions
 from shared.keys import model_of, ulid
 from shared.lora import AdapterRecord
 from shared.roster import WorkerInfo
+from shared.webhooks import Undelivered
 
 router = APIRouter(tags=["admin"], prefix="/admin")
 
@@ -178,8 +180,51 @@ async def discard_dead_letter(request_id: str, services: ServicesDep) -> Respons
     return json_response({"object": "dead_letter", "id": request_id, "deleted": True})
 
 
+# --- webhooks
+
+
+@router.get("/webhooks", responses=ERROR_RESPONSES)
+async def list_webhooks(
+    services: ServicesDep,
+    state: Literal["dead", "due"] = "dead",
+    limit: Annotated[int, Field(ge=1, le=1000)] = 100,
+) -> Response:
+    """List messages that were given up, the newest first; or those that wait for their next try, the next first."""
+    store = services.admin.webhooks
+    look = store.list_dead if state == "dead" else store.list_due
+    found = await look(await hook_partitions(services.fleet), limit)
+    return json_response({"object": "list", "data": [_entry("webhook", one, state=state) for one in found]})
+
+
+@router.post("/webhooks/{subject_id:path}/replay", status_code=202, responses=ERROR_RESPONSES)
+async def replay_webhook(subject_id: str, services: ServicesDep) -> Response:
+    """Send a message that was given up once more, with all its tries; a receiver that was gone counts as back."""
+    if not await _of_webhook(services.admin.webhooks.replay, subject_id):
+        raise _no_webhook(subject_id)
+    return json_response({"object": "webhook", "id": subject_id, "state": "due"}, 202)
+
+
+@router.delete("/webhooks/{subject_id:path}", responses=ERROR_RESPONSES)
+async def discard_webhook(subject_id: str, services: ServicesDep) -> Response:
+    """Forget a message that was given up."""
+    if not await _of_webhook(services.admin.webhooks.discard, subject_id):
+        raise _no_webhook(subject_id)
+    return json_response({"object": "webhook", "id": subject_id, "deleted": True})
+
+
+async def _of_webhook(act: Callable[[str], Awaitable[bool]], subject_id: str) -> bool:
+    try:
+        return await act(subject_id)
+    except ValueError:
+        return False
+
+
+def _no_webhook(subject_id: str) -> ApiError:
+    return ApiError(404, "not_found", f"no webhook about {subject_id[:120]!r} was given up")
+
+
 def _entry(
-    kind: str, facts: AdapterRecord | WorkerInfo | RequestFacts | DeadLetter, **more: object
+    kind: str, facts: AdapterRecord | WorkerInfo | RequestFacts | DeadLetter | Undelivered, **more: object
 ) -> dict[str, object]:
     return {"object": kind, **asdict(facts), **more}
 

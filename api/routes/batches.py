@@ -15,7 +15,7 @@ from api.metadata import Metadata
 from api.openapi import ERROR_RESPONSES, request_body
 from api.paging import page
 from api.routes.files import find_file
-from api.schemas import StrictBody
+from api.schemas import StrictBody, WebhookBody
 
 router = APIRouter(tags=["openai"])
 
@@ -35,6 +35,7 @@ class BatchBody(StrictBody):
     completion_window: Literal["24h"]
     metadata: Metadata = None
     output_expires_after: Expiry | None = None
+    webhook: WebhookBody | None = Field(default=None, description="Who is told, signed, once the batch has ended.")
 
 
 @router.post("/v1/batches", openapi_extra=request_body(BatchBody), responses=ERROR_RESPONSES)
@@ -42,6 +43,8 @@ async def create(
     body: Annotated[BatchBody, Depends(json_body(BatchBody))], services: ServicesDep, caller: CallerDep
 ) -> Response:
     """Queue a batch. Its lines are checked first, then run behind all other requests."""
+    if body.webhook is not None:
+        services.webhooks.check(caller.id, body.webhook.url)
     file = await find_file(services, caller, body.input_file_id, "input_file_id")
     if file.purpose != "batch":
         raise invalid("input_file_id", f"that file has the purpose {file.purpose}; a batch needs one with batch")
@@ -56,6 +59,7 @@ async def create(
         settings.file_ttl_s,
         settings.file_ttl_s if expiry is None else expiry.seconds,
         body.metadata,
+        None if body.webhook is None else body.webhook.model_dump(exclude_none=True),
     )
     return json_response(batch.object)
 

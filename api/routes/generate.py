@@ -20,7 +20,8 @@ from api.schemas import GenerateBody
 from api.sse import KEEPALIVE, EventStream, frame
 from api.structure.constraints import constraint_of
 from api.transcript import Transcript, read_to_end, usage_of
-from shared.events import Delta, Finished, Queued, Snapshot, Started
+from shared.events import Delta, Failed, Finished, Queued, Snapshot, Started
+from shared.keys import model_of
 from shared.telemetry import note
 
 router = APIRouter(tags=["native"])
@@ -53,6 +54,37 @@ async def generate(
     if writer is not None:
         told = {"logprobs": [entry for delta in transcript.deltas for entry in writer.native(delta)]}
     return json_response({"id": command.id, "model": command.model} | _result(transcript, end) | told)
+
+
+@router.get("/generate/{request_id:path}", responses=ERROR_RESPONSES)
+async def look(request_id: str, services: ServicesDep) -> Response:
+    """Tell what a request has said so far and how it ended, by the id in its `x-diffleet-request` header.
+
+    For those whom a webhook has told of its end, or who left with an Idempotency-Key. Whoever knows an id may use it.
+    """
+    result = await services.fleet.result(request_id)
+    content: dict[str, object] = {
+        "id": result.id,
+        "object": "request",
+        "model": model_of(result.id),
+        "state": result.state,
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "finish_reason": None,
+        "finish_detail": None,
+        "usage": None,
+        "error": None,
+    }
+    match result.end:
+        case Finished() as end:
+            content |= {"finish_reason": end.reason, "finish_detail": end.detail, "usage": usage_of(end.usage)}
+        case Failed() as end:
+            content["error"] = {"code": end.code, "message": end.message, "param": end.param}
+        case None:
+            pass
+        case _:
+            assert_never(result.end)
+    return json_response(content)
 
 
 @router.delete("/generate/{request_id:path}", responses=ERROR_RESPONSES)

@@ -64,7 +64,11 @@ async def get_version() -> Response:
 @router.get("/metrics")
 async def metrics(services: ServicesDep) -> Response:
     """Prometheus exposition; the queue's series are read from Redis now."""
-    await services.metrics.queue.read(services.fleet, services.settings.health_timeout_s)
+    patience_s = services.settings.health_timeout_s
+    await asyncio.gather(
+        services.metrics.queue.read(services.fleet, patience_s),
+        services.metrics.webhooks.read(services.admin.webhooks, services.fleet, patience_s),
+    )
     return Response(services.metrics.exposition(), media_type=CONTENT_TYPE)
 
 

@@ -4,25 +4,9 @@ from dataclasses import dataclass
 from ipaddress import ip_network
 
 from api.errors import invalid
-from api.ports import Fleet
 from api.settings import ApiSettings
 from api.webhooks.signing import Secrets
 from api.webhooks.target import Forbidden, TargetRules
-from shared.card import InvalidCard
-from shared.client import UnknownModel
-from shared.keys import OTHER_HOOKS, Keys, partition
-
-
-async def hook_partitions(fleet: Fleet) -> list[Keys]:
-    """Return where messages are due: the partitions of all models, and what batches use. Raises `FleetUnavailable`."""
-    found = [OTHER_HOOKS]
-    for name in await fleet.models():
-        try:
-            card = await fleet.card(name)
-        except (UnknownModel, InvalidCard):
-            continue  # gone since, or written by something else
-        found += [Keys(partition(name, number)) for number in range(card.partitions)]
-    return found
 
 
 def rules_of(settings: ApiSettings) -> TargetRules:

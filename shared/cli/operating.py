@@ -217,6 +217,30 @@ def dead_letters(
         run(print_dead_letters(where, model, limit))
 
 
+@app.command()
+def webhooks(
+    due: Annotated[bool, typer.Option("--due", help="List those that wait for their next try instead.")] = False,
+    replay: Annotated[
+        list[str] | None, typer.Option(help="Send the one about this request or batch once more; repeat it.")
+    ] = None,
+    discard: Annotated[list[str] | None, typer.Option(help="Forget the one about this; repeat it.")] = None,
+    redis_url: RedisUrl = None,
+    data_dir: DataDir = DATA_DIR,
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="At most so many.")] = 50,
+) -> None:
+    """List the webhooks that were given up because their receivers did not take them; replay or discard them."""
+    from shared.cli.operations import find_redis
+    from shared.cli.webhooks import discard_webhooks, print_webhooks, replay_webhooks
+
+    where = find_redis(redis_url, data_dir)
+    if replay:
+        run(replay_webhooks(where, replay))
+    if discard:
+        run(discard_webhooks(where, discard))
+    if not replay and not discard:
+        run(print_webhooks(where, due, limit))
+
+
 def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1000
 

@@ -24,12 +24,12 @@ async def print_open(redis_url: str, model: str | None, limit: int) -> None:
     if not views:
         print("no open request")
         return
-    table = _table("request", "state", "lane", "worker", right=("age", "tries", "prompt", "tokens", "forwards"))
+    table = table_of("request", "state", "lane", "worker", right=("age", "tries", "prompt", "tokens", "forwards"))
     for view in sorted(views, key=lambda view: -view.age_s)[:limit]:
         counts = (view.attempts, view.prompt_tokens, view.tokens, view.nfe)
         texts = (view.id, view.state, view.lane, view.worker or "-", f"{view.age_s:.1f} s", *map(str, counts))
         table.add_row(*texts)
-    _print(table)
+    print_table(table)
 
 
 async def print_one(redis_url: str, request_id: str, *, text: bool) -> None:
@@ -65,7 +65,7 @@ async def print_one(redis_url: str, request_id: str, *, text: bool) -> None:
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, value in facts.items():
         table.add_row(name, str(value))
-    _print(table)
+    print_table(table)
 
 
 async def abort_all(redis_url: str, request_ids: Sequence[str]) -> None:
@@ -93,11 +93,11 @@ async def print_dead_letters(redis_url: str, model: str | None, limit: int) -> N
     if not letters:
         print("no dead letter")
         return
-    table = _table("request", "died (UTC)", "why", "lost workers", right=("tries",))
+    table = table_of("request", "died (UTC)", "why", "lost workers", right=("tries",))
     for letter in sorted(letters, key=lambda letter: -letter.died_ms)[:limit]:
         died = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(letter.died_ms / 1000))
         table.add_row(letter.id, died, letter.why, " ".join(letter.lost_workers) or "-", str(letter.attempts))
-    _print(table)
+    print_table(table)
 
 
 async def replay_all(redis_url: str, request_ids: Sequence[str]) -> None:
@@ -120,7 +120,7 @@ async def _discard(fleet: FleetClient, request_id: str) -> None:
     print(f"{request_id}  discarded")
 
 
-def _table(*left: str, right: Sequence[str]) -> Table:
+def table_of(*left: str, right: Sequence[str]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in left:
         table.add_column(column, no_wrap=True)
@@ -129,6 +129,6 @@ def _table(*left: str, right: Sequence[str]) -> Table:
     return table
 
 
-def _print(table: Table) -> None:
+def print_table(table: Table) -> None:
     # On a pipe nothing is cut: an id must be whole to be used.
     Console(highlight=False, width=None if sys.stdout.isatty() else 240).print(table)

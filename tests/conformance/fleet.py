@@ -1,5 +1,6 @@
 """A live fleet on the bundled model: server, worker, two fronts and the jobs, each a process of its own."""
 
+import json
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ from typing import TypeVar
 
 from redis import Redis
 
+from api.webhooks.signing import new_secret
 from shared.connection import open_sync_client
 from shared.embedded import EmbeddedServer
 from tests.fleet.processes import WorkerProcess, until
@@ -79,12 +81,24 @@ class LiveFleet:
         self.server = EmbeddedServer(self.folder / "data")
         self._processes: list[Process] = []
         self.workers: list[WorkerProcess] = []
+        self.webhook_secret = new_secret()
+
+    @property
+    def _secrets(self) -> Path:
+        return self.folder / "webhooks.json"
+
+    @property
+    def _webhooks(self) -> tuple[str, ...]:
+        """Flags with which receivers on this machine may be called."""
+        own = ("--webhook-secrets-file", str(self._secrets), "--webhook-allow-http")
+        return (*own, "--webhook-networks", '["127.0.0.1/32"]')
 
     def start(self) -> "LiveFleet":
         self.server.start()
         self.worker = self.start_worker(MODEL)
-        self.front = self.start_front("--keepalive-s", "0.5")
-        self.other = self.start_front("--keepalive-s", "0.5")
+        self._secrets.write_text(json.dumps({"*": [self.webhook_secret]}))
+        self.front = self.start_front("--keepalive-s", "0.5", *self._webhooks)
+        self.other = self.start_front("--keepalive-s", "0.5", *self._webhooks)
         self.start_jobs()
         self.worker.wait_ready()
         self.front.wait_live()
@@ -104,7 +118,7 @@ class LiveFleet:
         return front
 
     def start_jobs(self, *flags: str) -> Process:
-        own = ("--redis-url", self.server.url, *flags)
+        own = ("--redis-url", self.server.url, *self._webhooks, *flags)
         self.jobs = Process("api.jobs", self.folder / "jobs.log", own)
         self._processes.append(self.jobs)
         return self.jobs

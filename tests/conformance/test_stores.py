@@ -458,6 +458,7 @@ def test_c38_tokens_go_there_and_back_and_count_as_usage(client: OpenAI, http: h
 
 def test_c39_metrics_count_a_known_load(fleet: LiveFleet) -> None:
     known = {"route", "method", "status", "model", "model_name", "lane", "detail", "code", "le", "finished_reason"}
+    known |= {"outcome"}
 
     def read(http: httpx.Client) -> dict[str, float]:
         families = text_string_to_metric_families(http.get("/metrics").text)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from openai import OpenAI
 from standardwebhooks import Webhook as Verifier
@@ -22,40 +23,13 @@ from shared.connection import Link
 from shared.keys import Keys
 from shared.queue import WorkerQueue
 from shared.webhooks import WebhookStore
-from tests.conformance.fleet import Process, free_port
+from tests.conformance.fleet import Front, Process
 from tests.fleet.processes import REPOSITORY, until
+from tests.fleet.receivers import Receiver
 from tests.shared.protocol_for_tests import MODEL, card_of, command_for, finish
 
 OLD, NEW = new_secret(), new_secret()
 PART = Keys(f"{MODEL}.0")
-
-
-class Receiver:
-    """A process that takes messages; it can be away, and come back on the same port."""
-
-    def __init__(self, folder: Path) -> None:
-        self.port = free_port()
-        self._file = folder / "told.jsonl"
-        self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/hook?token=secret-in-url"
-
-    def start(self, *statuses: int) -> "Receiver":
-        command = [sys.executable, "-m", "tests.fleet.webhook_receiver", str(self.port), str(self._file)]
-        self._process = subprocess.Popen([*command, *map(str, statuses)], cwd=REPOSITORY)
-        return self
-
-    def stop(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait(20)
-            self._process = None
-
-    @property
-    def told(self) -> list[Any]:
-        return [json.loads(line) for line in self._file.read_text().splitlines()] if self._file.exists() else []
 
 
 class Bench:
@@ -231,3 +205,46 @@ async def test_one_receiver_that_hangs_does_not_keep_the_others_waiting(bench: B
         bench.start_jobs("[60]", "--webhook-concurrency", "8", "--webhook-timeout-s", "100")
         until(lambda: bench.receiver.told, "the other receiver was told")
         assert await count_due(redis_url) == (12, 0)
+
+
+def test_an_operator_lists_replays_and_discards_over_http_and_in_the_terminal(
+    bench: Bench, redis_url: str, tmp_path: Path
+) -> None:
+    bench.receiver.start(400, 400, 204)
+    first, second = bench.command(), bench.command()
+    for command in (first, second):
+        asyncio.run(bench.run(command))
+    bench.start_jobs("[]")
+    until(lambda: asyncio.run(count_due(redis_url)) == (0, 2), "both were given up")
+
+    def diffleet(*arguments: str) -> str:
+        command = [sys.executable, "-c", "from shared.cli import main; main()", "webhooks", *arguments]
+        where = ("--redis-url", redis_url)
+        done = subprocess.run([*command, *where], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+        return f"{done.returncode} {done.stdout}{done.stderr}"
+
+    listed = diffleet()
+    assert first.id in listed and second.id in listed and "http_400" in listed
+    assert diffleet("--replay", first.id).startswith(f"0 {first.id}  due again")
+    until(lambda: len(bench.receiver.told) == 3, "it was told")
+    front = Front(tmp_path, redis_url).wait_live()
+    try:
+        with httpx.Client(base_url=front.url, timeout=30) as http:
+            (one,) = http.get("/admin/webhooks").json()["data"]
+            assert (one["id"], one["kind"], one["attempts"], one["why"]) == (second.id, "request", 1, "http_400")
+            shown = http.get("/metrics").text
+            assert "diffleet_webhooks_dead 1.0" in shown and "diffleet_webhooks_due 0.0" in shown
+            assert 'diffleet_webhook_tries{outcome="told"} 1.0' in shown
+            assert 'diffleet_webhook_tries{outcome="dead"} 2.0' in shown
+            assert http.post(f"/admin/webhooks/{first.id}/replay").status_code == 404
+            assert http.post(f"/admin/webhooks/{second.id}/replay").status_code == 202
+            until(lambda: len(bench.receiver.told) == 4, "it was told")
+            until(lambda: http.get("/admin/webhooks?state=due").json()["data"] == [], "it is settled")
+            assert http.delete(f"/admin/webhooks/{second.id}").status_code == 404
+            told = http.get(f"/generate/{second.id}").json()
+            assert (told["state"], told["text"], told["finish_reason"]) == ("done", "<0>", "stop")
+            assert http.get("/generate/r_m.0_01M8GECSMY1EGCZJHK7WGJG4QJ").status_code == 404
+    finally:
+        front.end()
+    assert diffleet().startswith("0 no webhook was given up")
+    assert diffleet("--discard", second.id).startswith("4 ") and diffleet("--discard", "nonsense").startswith("4 ")
