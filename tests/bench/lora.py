@@ -6,20 +6,26 @@ processor: `python -m tests.bench.lora [--shape SDAR-8B] [--rows 32] [--block 4 
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import median
 
 import torch
 
 from kernels.attention import plan_attention
+from shared.commands import Sampling
+from shared.decoding import LowConfidenceStatic
 from worker.adapters.bank import AdapterBank
-from worker.adapters.stack import AdapterStack
+from worker.adapters.stack import AdapterStack, Uses
 from worker.adapters.targets import find_targets
 from worker.adapters.weights import Adapter, ends_of
+from worker.ahead import canvas_state, make_graphs
 from worker.bundled import bundled_folder
+from worker.engine.plan import Canvas, Row
 from worker.models import LoadedModel, load_model
 from worker.models.layers import Decoder, ForwardContext, Linear, LowRank
 from worker.models.qwen import name_slots
+from worker.runner import Runner
 
 _PAGE = 32
 _CONTEXT = 512
@@ -76,6 +82,45 @@ def eager_ms(call: Callable[[], object], model: LoadedModel, repeats: int = 7) -
 
 
 @torch.inference_mode()
+def steps(
+    model: LoadedModel, rows: Sequence[Uses], block: int, bank: AdapterBank, shelf: _Shelf
+) -> Callable[[], object]:
+    """Return a captured step of the engine over rows that run under `rows`, one position of each accepted."""
+    spec = replace(model.spec, block_length=block, max_model_len=2 * _CONTEXT)
+    pages = -(-2 * _CONTEXT // _PAGE)
+    runner = Runner(replace(model, spec=spec), len(rows) * pages, _PAGE, model.device, adapters=shelf, bank=bank)
+    graphs = make_graphs(runner, len(rows))
+    adapted = any(rows)
+    graphs.capture(len(rows), 0, adapted)
+    graphs.capture_head(len(rows), len(rows) * block)
+    bank.bring(rows)
+    for number, uses in enumerate(rows):
+        ids = tuple(range(block))
+        masked, ends = (True,) * block, (_CONTEXT + block,) * block
+        canvas = Canvas(_CONTEXT, masked, 0, False, Sampling(), LowConfidenceStatic(), (), limit=2 * _CONTEXT)
+        held = tuple(range(number * pages, (number + 1) * pages))
+        row = Row("", _CONTEXT, ids, ends, held, canvas, lora=uses)
+        state = canvas_state(row, graphs.layout, bank.find(uses) if uses else None)
+        assert state is not None
+        graphs.put(number, [*state, *row.pages, *[graphs.layout.scratch] * (graphs.layout.pages - pages)])
+    return lambda: graphs.launch(len(rows), adapted=adapted)
+
+
+def launched_ms(call: Callable[[], object], repeats: int = 5, count: int = 8) -> float:
+    """Return the median time of a launched step by the device's own clock; `count` of them are under way at a time."""
+    times: list[float] = []
+    for _ in range(repeats + 1):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(count):
+            call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / count)
+    return median(times[1:])
+
+
+@torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     on_gpu = torch.cuda.is_available()
@@ -94,20 +139,21 @@ def main() -> None:
     else:
         torch.set_num_threads(1)
         model, name = load_model(bundled_folder("demo")), "demo"
-    bank = None
+    bank: AdapterBank | None = None
     adapters = {f"a{number}": random_adapter(model, options.rank) for number in range(options.adapters)}
+    shelf = _Shelf(adapters)
     if on_gpu:
         # What captured steps run under.
         linears = [target.linear for target in find_targets(model).values()]
-        bank = AdapterBank(linears, options.adapters, options.rank, _Shelf(adapters), model.device, model.dtype)
+        bank = AdapterBank(linears, options.adapters, options.rank, shelf, model.device, model.dtype)
     print(f"{name}, {options.rows} rows, {options.adapters} adapters of rank {options.rank} on every linear layer")
     print("block  way       none ms  one ms  ratio  all ms  ratio")
     for block in options.block:
         counts = [block] * options.rows
-        rows = [((f"a{row % options.adapters}", 0.5),) for row in range(options.rows)]
+        rows: list[Uses] = [((f"a{row % options.adapters}", 0.5),) for row in range(options.rows)]
         alone = [rows[0]] * options.rows
         if bank is None:
-            mixed, single = (AdapterStack(_Shelf(adapters), model.device).of(each, counts) for each in (rows, alone))
+            mixed, single = (AdapterStack(shelf, model.device).of(each, counts) for each in (rows, alone))
         else:
             bank.bring(rows)
             mixed, single = bank.of(rows, counts), bank.of(alone, counts)
@@ -119,8 +165,11 @@ def main() -> None:
             from tests.bench.gpu.timing import device_ms
 
             ways.append(("captured", lambda call: device_ms([call])))
-        for way, measure in ways:
-            none, one, every = (measure(call) for call in calls)
+        timed = [(way, [measure(call) for call in calls]) for way, measure in ways]
+        if bank is not None:
+            batches = ([()] * options.rows, alone, rows)
+            timed.append(("step", [launched_ms(steps(model, each, block, bank, shelf)) for each in batches]))
+        for way, (none, one, every) in timed:
             print(
                 f"{block:5}  {way:8}  {none:7.2f} {one:7.2f} {one / none:6.3f} {every:7.2f} {every / none:6.3f}",
                 flush=True,
