@@ -52,13 +52,21 @@ def json_body(kind: type[Body]) -> Callable[[Request], Awaitable[Body]]:
 
     async def read(request: Request) -> Body:
         _check_headers(request)
-        try:
-            value = orjson.loads(await request.body())
-        except orjson.JSONDecodeError as error:
-            raise ApiError(400, "invalid_json", f"the body is not JSON: {error}") from error
-        return parse(kind, value)
+        return parse(kind, _loads(await request.body()))
 
     return read
+
+
+def _loads(body: bytes) -> object:
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        message = f"the body is not JSON: {error}"
+        try:
+            body.decode()
+        except UnicodeDecodeError as wrong:
+            message = f"the body is not UTF-8: byte {wrong.start} is no part of a character"
+        raise ApiError(400, "invalid_json", message) from error
 
 
 def _check_headers(request: Request) -> None:

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Mapping
-from typing import assert_never
+from dataclasses import dataclass
+from typing import assert_never, cast
 
 import orjson
 from fastapi import FastAPI, Request
@@ -80,19 +81,31 @@ def internal() -> ApiError:
     return ApiError(500, "internal_error", "the server failed; the request id tells its operators where to look")
 
 
+_FIELDS: Mapping[str, str | None] = {
+    "decoding": "diffusion.strategy",
+    "cfg_scale": "diffusion.cfg_scale",
+    "template": "diffusion.template",
+    "draft": "prediction",
+    "embed": "model",
+    "constraint": None,
+}
+"""Fields of a command that bodies have by another name; a constraint comes from one of many."""
+
+
 def of_failure(event: Failed) -> ApiError:
     """Return the error of a request that a worker gave up."""
+    param = _FIELDS.get(event.param or "", event.param)
     match event.code:
         case "invalid_request":
-            return invalid(event.param, event.message)
+            return invalid(param, event.message)
         case "unsupported":
-            return ApiError(400, "unsupported_parameter", event.message, event.param)
+            return ApiError(400, "unsupported_parameter", event.message, param)
         case "too_long":
-            return ApiError(400, "context_length_exceeded", event.message, event.param or "prompt")
+            return ApiError(400, "context_length_exceeded", event.message, param or "prompt")
         case "out_of_memory":
             return overloaded(event.message, 1)
         case "expired":
-            return ApiError(504, "timeout", event.message, event.param)
+            return ApiError(504, "timeout", event.message, param)
         case "lost":
             return ApiError(500, "worker_lost", event.message)
         case "poison" | "nan" | "internal":
@@ -124,17 +137,70 @@ def of_exception(error: Exception) -> ApiError | None:
             return None
 
 
-def of_validation(error: ValidationError) -> ApiError:
+def of_validation(error: ValidationError, body: object) -> ApiError:
     """Return the first complaint of a body's validation, with the field's path as OpenAI spells it."""
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    param = path_of(first["loc"])
+    first = complaint_of(error, body)
+    param = path_of(first.place)
+    return invalid(param or None, first.about(param or "the body"), first.code)
+
+
+@dataclass(frozen=True, slots=True)
+class Complaint:
+    """What is wrong with a part of a body."""
+
+    place: tuple[int | str, ...]
+    told: str
+    code: str
+
+    def about(self, field: str) -> str:
+        return f"{field} {self.told}" if self.told.startswith(("must ", "is ")) else f"{field}: {self.told}"
+
+
+def complaint_of(error: ValidationError, body: object) -> Complaint:
+    """Return the first complaint about a body, in JSON's words."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    context = first.get("ctx", {})
+    place = (*_place(first["loc"], body, missing=first["type"] == "missing"), *context.get("at", ()))
     match first["type"]:
         case "missing":
-            return invalid(param, f"{param} is required", "missing_required_parameter")
+            return Complaint(place, "is required", "missing_required_parameter")
         case "extra_forbidden":
-            return invalid(param, f"{param} is not a known option", "unknown_parameter")
+            return Complaint(place, "is not a known option", "unknown_parameter")
+        case kind if kind in _WORDS:
+            return Complaint(place, _WORDS[kind].format(**context), "invalid_value")
         case _:
-            return invalid(param or None, f"{param or 'the body'}: {first['msg']}")
+            return Complaint(place, first["msg"].replace("Input should", "must", 1), "invalid_value")
+
+
+_WORDS: Mapping[str, str] = {
+    "model_type": "must be an object",
+    "dict_type": "must be an object",
+    "list_type": "must be a list",
+    "tuple_type": "must be a list",
+    "string_type": "must be a string",
+    "int_type": "must be an integer",
+    "int_from_float": "must be an integer",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "too_short": "must have at least {min_length} items",
+    "too_long": "must have at most {max_length} items",
+    "string_too_short": "must have at least {min_length} characters",
+    "string_too_long": "must have at most {max_length} characters",
+}
+"""JSON's words where pydantic has Python's."""
+
+
+def _place(location: tuple[int | str, ...], body: object, missing: bool) -> tuple[int | str, ...]:
+    """Return as much of a location as leads through the body: pydantic adds the branches of unions to it."""
+    for depth, part in enumerate(location):
+        match body:
+            case dict() if part in body or (missing and depth == len(location) - 1):
+                body = cast(dict[int | str, object], body).get(part)
+            case list() if isinstance(part, int) and part < len(cast(list[object], body)):
+                body = cast(list[object], body)[part]
+            case _:
+                return location[:depth]
+    return location
 
 
 def path_of(location: tuple[int | str, ...]) -> str:

@@ -13,7 +13,7 @@ import orjson
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from api.errors import invalid, of_validation, unsupported
+from api.errors import complaint_of, invalid, of_validation, unsupported
 from api.metadata import Metadata
 from shared.commands import COUNT_LIMIT, MOST_LOGPROBS, MS_LIMIT
 from shared.decoding import Confidence
@@ -108,7 +108,8 @@ def _check_content(value: object) -> object:
             case {"type": "text", "text": str(text)}:
                 texts.append(text)
             case _:
-                raise PydanticCustomError("content", 'every part must be {"type": "text", "text": "..."}')
+                at = (len(texts),)
+                raise PydanticCustomError("content", 'must be {{"type": "text", "text": "..."}}', {"at": at})
     return "".join(texts)
 
 
@@ -196,9 +197,8 @@ def _check_hole(value: object, index: int) -> HoleOption:
     try:
         return HoleOption.model_validate(value)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        where = ".".join(map(str, (index, *first["loc"])))
-        raise PydanticCustomError("template", "{where}: {told}", {"where": where, "told": first["msg"]}) from None
+        found = complaint_of(error, value)
+        raise PydanticCustomError("template", "{told}", {"told": found.told, "at": (index, *found.place)}) from None
 
 
 Template = Annotated[
@@ -411,9 +411,24 @@ class GenerationBody(StrictBody):
         return "denoise" if self.stream_mode == "denoise" else "append"
 
     @property
+    def replaces(self) -> str | None:
+        """The field that asks for a stream of whole texts, if one does."""
+        if self.canvas_stream != "replace":
+            return None
+        return "diffusion.stream" if self.diffusion and self.diffusion.stream else "diffusing"
+
+    @property
     def wanted_tokens(self) -> tuple[str, int | None]:
         """The field that bounds the output, and its value."""
         return "max_tokens", self.max_tokens
+
+
+def refuse_replacing(body: GenerationBody) -> None:
+    """Raise `ApiError` for what only chats stream."""
+    if body.replaces is not None:
+        raise invalid(
+            body.replaces, f"{body.replaces}: streams of whole texts are a mode of chats", "unsupported_value"
+        )
 
 
 class GenerateBody(GenerationBody):
@@ -470,7 +485,7 @@ class ChatMessage(StrictBody):
     @model_validator(mode="after")
     def _check_silence(self) -> "ChatMessage":
         if self.content is None and self.role != "assistant":
-            raise PydanticCustomError("content", "content is required")
+            raise PydanticCustomError("content", "is required", {"at": ("content",)})
         return self
 
     def for_template(self) -> dict[str, Any]:
@@ -576,7 +591,7 @@ def parse(kind: type[Body], value: object) -> Body:
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        raise of_validation(error) from None
+        raise of_validation(error, fields) from None
 
 
 def _asks_nothing(value: object, harmless: tuple[object, ...]) -> bool:

@@ -2,11 +2,11 @@
 """From a constraint to a grammar of llguidance, and what is wrong with one that has none."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, assert_never, cast
 
 import orjson
-from llguidance import LLMatcher, LLParserLimits
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from shared.constraints import (
     MOST_CALLS,
@@ -19,6 +19,7 @@ from shared.constraints import (
     Regex,
     ToolCalls,
 )
+from shared.endless import is_endless
 from shared.pattern_size import written_out
 
 CALL_START, CALL_END = "<tool_call>\n", "\n</tool_call>"
@@ -40,6 +41,8 @@ _LAYOUT: Mapping[str, Any] = {"whitespace_flexible": False, "item_separator": ",
 
 MOST_WRITTEN_OUT = 20_000
 """Characters of all patterns together, repetitions written out: a matcher's step takes up to 0.2 s for them."""
+_BYTES = LLTokenizer("byte")
+"""A vocabulary of single bytes: what may come first does not hang on a model's."""
 _LARK_PATTERN = re.compile(r"/((?:[^/\\\n]|\\.)+)/")
 
 
@@ -73,6 +76,27 @@ def check(constraint: Constraint) -> None:
     is_fault, told = LLMatcher.validate_grammar_with_warnings(grammar_of(constraint), limits=LIMITS)
     if is_fault:
         raise InvalidConstraint(" ".join(" ".join(told).split())[:400])
+    _check_ends(constraint)
+
+
+def _check_ends(constraint: Constraint) -> None:
+    """Raise `InvalidConstraint` for what can be seen to have no text at all."""
+    match constraint:
+        case JsonSchema():
+            schemas: Sequence[Mapping[str, Any]] = [constraint.json_schema]
+        case ToolCalls():
+            schemas = [tool.parameters for tool in constraint.tools]
+        case Regex() | Lark():
+            schemas = []
+            matcher = LLMatcher(_BYTES, grammar_of(constraint), log_level=0, limits=LIMITS)
+            if not matcher.is_accepting() and not any(matcher.compute_logit_bias()[:256]):
+                raise InvalidConstraint("there is no text that it accepts")
+        case Choice() | JsonObject():
+            schemas = []
+        case _:
+            assert_never(constraint)
+    if any(map(is_endless, schemas)):
+        raise InvalidConstraint("its references lead back to themselves: no finite value fits it")
 
 
 def _check_patterns(constraint: Constraint) -> None:

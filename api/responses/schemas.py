@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from api.errors import invalid, unsupported
 from api.metadata import Metadata
-from api.schemas import GUIDED, GenerationBody
+from api.schemas import GUIDED, GenerationBody, refuse_replacing
 from shared.commands import MOST_LOGPROBS
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -95,6 +95,7 @@ class ResponseBody(GenerationBody):
 
 def check_effects(body: ResponseBody) -> None:
     """Raise `ApiError` for what is not delivered, and for what contradicts itself."""
+    refuse_replacing(body)
     extra = body.model_extra or {}
     for name, harmless in _EFFECTS.items():
         value = extra.get(name)

@@ -14,13 +14,12 @@ from api.bundle import Bundle
 from api.catalog import Catalog, ServedModel
 from api.choices import finish_fields, report_fields, usage_fields
 from api.deps import ServicesDep, json_body
-from api.errors import ApiError
 from api.frames import Frames
 from api.infill import Fill, FillWriter, fill_of, writers_of
 from api.logprobs import LogprobWriter
 from api.openapi import STREAM_RESPONSES, request_body
 from api.requests import Call, to_generate
-from api.schemas import CompletionBody, StreamOptions
+from api.schemas import CompletionBody, StreamOptions, refuse_replacing
 from api.sse import KEEPALIVE, EventStream, error_frame, frame
 from api.structure.constraints import constraint_of
 from api.transcript import Transcript
@@ -67,8 +66,7 @@ class CompletionPlan:
 async def plan_completion(body: CompletionBody, catalog: Catalog, call: Call) -> CompletionPlan:
     """Raises `ApiError`."""
     model = await catalog.resolve(body.model, body.lora)
-    if body.canvas_stream == "replace":
-        raise ApiError(400, "unsupported_value", "diffusion.stream replace is a mode of chats", "diffusion.stream")
+    refuse_replacing(body)
     given = cast(list[str | list[int]], body.prompt)
     prompts = [await model.encode(prompt) if isinstance(prompt, str) else prompt for prompt in given]
     constraint = await constraint_of(body, model.card)

@@ -16,7 +16,7 @@ from api.logprobs import LogprobWriter
 from api.openapi import ERROR_RESPONSES, STREAM_RESPONSES, request_body
 from api.relay import Follow
 from api.requests import to_generate
-from api.schemas import GenerateBody
+from api.schemas import GenerateBody, refuse_replacing
 from api.sse import KEEPALIVE, EventStream, frame
 from api.structure.constraints import constraint_of
 from api.transcript import Transcript, read_to_end, usage_of
@@ -38,6 +38,7 @@ async def generate(
     comes with each `append`.
     """
     note(stream=bool(body.stream))
+    refuse_replacing(body)
     model = await services.catalog.resolve(body.model, body.lora)
     prompt = await model.encode(body.prompt) if isinstance(body.prompt, str) else cast(list[int], body.prompt)
     call = call_of(request, services.settings)

@@ -28,7 +28,7 @@ class TokenizeBody(StrictBody):
     @model_validator(mode="after")
     def _check_source(self) -> "TokenizeBody":
         if (self.prompt is None) == (self.messages is None):
-            raise PydanticCustomError("source", "send either prompt or messages")
+            raise PydanticCustomError("source", "send either prompt or messages", {"at": ("prompt",)})
         return self
 
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 import orjson
 from pydantic import ValidationError
 
-from api.errors import ApiError, invalid, unsupported
+from api.errors import ApiError, complaint_of, invalid, path_of, unsupported
 from api.schemas import GenerationBody
 from api.structure.tools import Offer
 from shared.card import ModelCard
@@ -92,7 +92,9 @@ def _of_guide(field: str, kind: str, value: object) -> Constraint:
             case _:
                 return Lark.model_validate({"lark": value})
     except ValidationError as error:
-        raise invalid(field, f"{field}: {error.errors(include_input=False, include_url=False)[0]['msg']}") from None
+        found = complaint_of(error, {"pattern": value, "options": value, "lark": value})
+        where = field + path_of(found.place[1:])
+        raise invalid(where, found.about(where)) from None
 
 
 def _schema(field: str, value: object) -> dict[str, Any]:
@@ -114,8 +116,8 @@ def _check_ends(body: GenerationBody, field: str, constraint: Constraint) -> Non
     for name in ends:
         if getattr(body, name):
             raise invalid(name, f"{name} does not go with {field}, which tells where the output ends")
-    if isinstance(constraint, ToolCalls) and body.canvas_stream == "replace":
-        raise invalid("diffusion.stream", "diffusion.stream replace does not go with tools")
+    if isinstance(constraint, ToolCalls) and body.replaces is not None:
+        raise invalid(body.replaces, f"{body.replaces}: a stream of whole texts does not go with tools")
 
 
 def _check(field: str, constraint: Constraint, fields: Sequence[str]) -> None:

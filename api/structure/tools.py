@@ -8,7 +8,7 @@ from typing import Any, cast
 import orjson
 from pydantic import ValidationError
 
-from api.errors import invalid, path_of, unsupported
+from api.errors import complaint_of, invalid, path_of, unsupported
 from shared.constraints import MOST_TOOLS, Tool, ToolCalls
 from shared.grammar import CALL_END, CALL_START
 
@@ -64,20 +64,21 @@ def _read(tools: Sequence[Mapping[str, Any]], nested: bool) -> dict[str, tuple[T
         where = f"tools[{index}]"
         if tool.get("type", "function") != "function":
             raise unsupported(f"{where}.type")
-        found: object = tool
+        inner: object = tool
         if nested:
             where = f"{where}.function"
-            found = tool.get("function")
-        if not isinstance(found, dict):
+            inner = tool.get("function")
+        if not isinstance(inner, dict):
             raise invalid(where, f"{where} must be an object with a name")
-        told = cast(dict[str, Any], found)
+        told = cast(dict[str, Any], inner)
         parameters = told.get("parameters") or {}
+        asked = {"name": told.get("name"), "parameters": parameters}
         try:
-            read = Tool.model_validate({"name": told.get("name"), "parameters": parameters})
+            read = Tool.model_validate(asked)
         except ValidationError as error:
-            first = error.errors(include_input=False, include_url=False)[0]
-            field = f"{where}.{path_of(first['loc'])}"
-            raise invalid(field, f"{field}: {first['msg']}") from None
+            found = complaint_of(error, asked)
+            field = f"{where}.{path_of(found.place)}"
+            raise invalid(field, found.about(field)) from None
         if read.name in known:
             raise invalid(f"{where}.name", f"there are two tools of the name {read.name}")
         known[read.name] = read, f"{where}.parameters"

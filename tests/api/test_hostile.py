@@ -53,6 +53,50 @@ BODIES: list[bytes] = [
 ]
 
 
+TOOL = b'{"type":"function","name":"f","parameters":{"type":"object"}}'
+RESPONSES: list[bytes] = [
+    b'"input": [' + b'{"role":"user","content":"xyzzy-secret-prompt"},' * 20_000 + b'{"role":"user","content":"x"}]',
+    b'"input": ['
+    + b'{"type":"function_call","call_id":"c","name":"f","arguments":"{}"},' * 14_000
+    + b'{"role":"user"}]',
+    b'"input": [{"type":"function_call","call_id":"c","name":"xyzzy-secret-prompt","arguments":"' + DEEP + b'"}]',
+    b'"input": [{"type":"function_call","call_id":"c","name":"f","arguments":"' + b"[" * 900_000 + b'"}]',
+    b'"input": [{"type":"function_call_output","call_id":"c","output":["' + b'","' * 200_000 + b'"]}]',
+    b'"input": [{"type":"function_call_output","call_id":{"xyzzy-secret-prompt":1},"output":"x"}]',
+    b'"input": [{"type":["xyzzy-secret-prompt"]}]',
+    b'"input": "x", "tools": [' + (TOOL + b",") * 14_000 + TOOL + b"]",
+    b'"input": "x", "tools": [{"type":"function","name":"' + b"f" * 900_000 + b'"}]',
+    b'"input": "x", "tools": [{"type":"function","name":"f","parameters":'
+    + b'{"items":' * 200
+    + b"{}"
+    + b"}" * 201
+    + b"]",
+    b'"input": "x", "tools": [{"type":"function","name":"f","parameters":{"enum":[' + b'"a",' * 200_000 + b'"b"]}}]',
+    b'"input": "x", "tools": [{"type":"function","name":"f","parameters":{"$ref":"#"}}]',
+    b'"input": "x", "tools": ['
+    + TOOL
+    + b'], "tool_choice": {"xyzzy-secret-prompt": '
+    + b'{"a":' * 900
+    + b"1"
+    + b"}" * 901,
+    b'"input": "x", "tools": ['
+    + TOOL
+    + b'], "tool_choice": {"type":"allowed_tools","mode":"auto","tools":['
+    + b"[]," * 300_000
+    + b"[]]}",
+    b'"input": "x", "include": ["xyzzy-secret-prompt"]',
+    b'"input": "x", "include": [' + b'"a",' * 200_000 + b'"b"]',
+    b'"input": "x", "top_logprobs": 1e400',
+    b'"input": "x", "text": {"format": {"type": "json_schema", "schema": {"pattern": "' + b"(a|" * 9000 + b'"}}}',
+    b'"input": "x", "previous_response_id": ["xyzzy-secret-prompt"]',
+]
+EMBEDDINGS: list[bytes] = [
+    b'"input": [' + b'"xyzzy-secret-prompt",' * 40_000 + b'"x"]',
+    b'"input": [' + b"[5]," * 200_000 + b"[5]]",
+    b'"input": "x", "dimensions": 1e400',
+]
+
+
 @pytest.fixture
 def log_lines() -> Iterator[io.StringIO]:
     root = logging.getLogger()
@@ -79,3 +123,19 @@ async def test_no_body_breaks_the_front_or_gets_into_its_log(
     assert log_lines.getvalue().count("request finished") == 1
     assert SECRET not in log_lines.getvalue()
     assert (await caller.post("/generate", {"prompt": "still here"})).status == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [("/v1/responses", fields) for fields in RESPONSES]
+    + [("/v1/embeddings", fields) for fields in EMBEDDINGS]
+    + [(path, b'"messages": [{"role": "user", "content": "x"}], "prompt": "x", "logprobs": [' + b"1," * 400_000 + b"1]")
+       for path in ("/generate", "/v1/chat/completions", "/v1/completions")],
+    ids=lambda part: repr(part[:60]),
+)  # fmt: skip
+async def test_no_field_of_a_body_breaks_the_front_or_gets_into_its_log(
+    caller: Caller, log_lines: io.StringIO, path: str, fields: bytes
+) -> None:
+    await test_no_body_breaks_the_front_or_gets_into_its_log(
+        caller, log_lines, path, b'{"store": false, ' + fields + b"}"
+    )

@@ -129,7 +129,7 @@ async def test_a_template_comes_back_whole_with_its_holes_by_name(caller: Caller
         (CHAT, {"diffusion": {"template": "x"}}, "diffusion.template"),
         (CHAT, {"diffusion": {"template": [{"hole": "a"}, {"hole": "b"}]}}, "diffusion.template"),
         (CHAT, {"diffusion": {"template": [{"hole": "a"}, "x", {"hole": "a"}]}}, "diffusion.template"),
-        (CHAT, {"diffusion": {"template": [{"hole": "a", "regex": "x"}]}}, "diffusion.template"),
+        (CHAT, {"diffusion": {"template": [{"hole": "a", "regex": "x"}]}}, "diffusion.template[0].regex"),
         (CHAT, {"diffusion": {"template": [{"hole": "a", "max_tokens": 4096}]}}, "diffusion.template"),
         (CHAT, {"diffusion": {"template": [{"hole": "a"}]}, "logprobs": True}, "logprobs"),
         (CHAT, {"diffusion": {"template": [{"hole": "a"}], "block_length": 4}}, "diffusion.block_length"),

@@ -1,0 +1,155 @@
+"""What a 4xx says of a body: a field of that body, in the words of JSON."""
+
+import copy
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from tests.api.scripted import CARD, Caller, ScriptedFleet
+
+WRONG: list[Any] = [True, -1, "x", "", [], [{}], [[5]], {"x": 1}, {"type": "x"}]
+START: dict[str, Any] = {
+    "model": "org/demo",
+    "prompt": "x",
+    "messages": [{"role": "user", "content": "hi"}],
+    "input": "hi",
+    "store": False,
+}
+PATHS = ("/generate", "/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize")
+PYTHON = re.compile(r"\b(dict|tuple|str|int|bool|None|NoneType|Tuple|dictionary|Input should)\b|(list|iteral)\[")
+
+
+@pytest.fixture(autouse=True)
+def room(fleet: ScriptedFleet) -> None:
+    """Give the prompt room for what is told of tools."""
+    fleet.cards = {CARD.name: replace(CARD, max_model_len=4096, digest="")}
+
+
+def fields(schema: dict[str, Any], place: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Yield the place of every field, and of an item of every list, that a schema describes."""
+    for branch in (schema, *schema.get("anyOf", ())):
+        for name, part in branch.get("properties", {}).items():
+            yield (*place, name)
+            yield from fields(part, (*place, name))
+        if "items" in branch:
+            yield (*place, 0)
+            yield from fields(branch["items"], (*place, 0))
+
+
+def put(body: Any, place: tuple[str | int, ...], value: Any) -> None:
+    """Put a value into a body, with everything around it that must be there."""
+    for part, after in zip(place, place[1:], strict=False):
+        inner: Any = [] if isinstance(after, int) else {}
+        if isinstance(part, int) and not body:
+            body.append(inner)
+        elif isinstance(part, str) and not isinstance(body.get(part), type(inner)):
+            body[part] = inner
+        body = body[part]
+        if isinstance(part, int) and not isinstance(body, type(inner)):
+            return
+    last = place[-1]
+    if isinstance(last, int):
+        body[:] = [value]
+    else:
+        body[last] = value
+
+
+def names_a_field(param: str, body: Any) -> bool:
+    """Tell whether a path leads through a body, to its last name or at least to what lacks that name."""
+    parts = [int(part[1:-1]) if part.startswith("[") else part for part in re.findall(r"\[\d+\]|[^.\[]+", param)]
+    for depth, part in enumerate(parts):
+        match body:
+            case dict() if part in body:
+                body = body[part]
+            case dict() if depth == len(parts) - 1:
+                return True
+            case list() if isinstance(part, int) and part < len(body):
+                body = body[part]
+            case _:
+                return False
+    return True
+
+
+def models(kind: type[BaseModel] = BaseModel) -> Iterator[str]:
+    for inner in kind.__subclasses__():
+        if inner.__module__.startswith(("api.", "shared.")):
+            yield inner.__name__
+        yield from models(inner)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_refusal_names_a_field_of_the_request_and_nothing_of_python(caller: Caller, path: str) -> None:
+    document = (await caller.get("/openapi.json")).json()
+    schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    classes = re.compile(rf"\b({'|'.join(set(models()) - {'Regex', 'Choice', 'Tool', 'Lark'})})\b")
+    start = {name: value for name, value in START.items() if name in schema["properties"]}
+    if path == "/tokenize":
+        del start["prompt"]
+    refused = 0
+    for place in dict.fromkeys(fields(schema)):
+        if place in [("previous_response_id",), ("store",), ("background",)]:
+            # These need Redis.
+            continue
+        for value in WRONG:
+            body = copy.deepcopy(start)
+            put(body, place, value)
+            answer = await caller.post(path, body)
+            assert answer.status < 500, (body, answer.body)
+            if answer.status == 200:
+                continue
+            refused += 1
+            told = answer.error
+            assert told["param"] is not None and names_a_field(told["param"], body), (body, told)
+            assert told["param"] in told["message"] or answer.status == 404, (body, told)
+            said = told["message"].replace(json.dumps(value), "")
+            assert not PYTHON.search(said) and not classes.search(said), (body, told)
+    assert refused > len(list(fields(schema)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"lora": [5]}, "lora[0]", "lora[0] must be an object"),
+        ({"diffusion": []}, "diffusion", "diffusion must be an object"),
+        ({"guided_json": 5}, "guided_json", "guided_json must be an object"),
+        ({"guided_choice": ["a", ""]}, "guided_choice[1]", "guided_choice[1] must have at least 1 characters"),
+        ({"diffusion": {"remasking": {"a": 1}}}, "diffusion.remasking", None),
+        (
+            {"diffusion": {"template": ["a", {"hole": "b", "max_tokens": 0}]}},
+            "diffusion.template[1].max_tokens",
+            "diffusion.template[1].max_tokens must be greater than or equal to 1",
+        ),
+        (
+            {"diffusion": {"template": ["a", {"hole": "b", "most": 0}]}},
+            "diffusion.template[1].most",
+            "diffusion.template[1].most is not a known option",
+        ),
+        ({"max_tokens": 1.5}, "max_tokens", "max_tokens must be an integer"),
+        ({"stop": [1]}, "stop[0]", "stop[0] must be a string"),
+        ({"guided_json": {"$ref": "#"}}, "guided_json", None),
+        ({"guided_grammar": 'start: start "a"'}, "guided_grammar", None),
+        ({"guided_regex": r"[^\s\S]"}, "guided_regex", None),
+    ],
+)
+async def test_a_wrong_part_is_named_by_its_place(
+    caller: Caller, fleet: ScriptedFleet, fields: dict[str, Any], param: str, message: str | None
+) -> None:
+    answer = await caller.post("/v1/completions", {"prompt": "x"} | fields)
+    assert (answer.status, answer.error["param"]) == (400, param)
+    assert answer.error["message"] == message or message is None
+    assert fleet.commands == []
+
+
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [(b'{"prompt": "\xff"}', "byte 12"), (b"\xff", "byte 0"), (b'{"a": \xc3}', "byte 6"), (b"{", "JSON")],
+)
+async def test_a_body_that_is_no_text_is_told_where(caller: Caller, body: bytes, word: str) -> None:
+    answer = await caller.post("/generate", body)
+    assert (answer.status, answer.error["code"]) == (400, "invalid_json")
+    assert word in answer.error["message"] and ("UTF-8" in answer.error["message"]) == ("byte" in word)
