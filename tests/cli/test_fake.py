@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -30,7 +31,7 @@ class _Nowhere:
 
 sys.meta_path.insert(0, _Nowhere())
 """
-MESSAGES = [{"role": "user", "content": "Hello"}]
+MESSAGES: list[Any] = [{"role": "user", "content": "Hello"}]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ pytestmark = [
 
 
 def test_a_chat_streams_what_it_answers(client: OpenAI) -> None:
-    options = {"model": "demo", "messages": MESSAGES, "seed": 3, "max_tokens": 60}
+    options: dict[str, Any] = {"model": "demo", "messages": MESSAGES, "seed": 3, "max_tokens": 60}
     whole = client.chat.completions.create(**options)
     text = ""
     for chunk in client.chat.completions.create(**options, stream=True):
@@ -102,7 +103,13 @@ def open_requests(fleet: Up) -> str:
 
 
 def test_another_worker_goes_on_with_the_same_text(client: OpenAI, fake_fleet: Up) -> None:
-    options = {"model": "demo", "prompt": "Hello", "seed": 4, "max_tokens": 800, "extra_body": {"ignore_eos": True}}
+    options: dict[str, Any] = {
+        "model": "demo",
+        "prompt": "Hello",
+        "seed": 4,
+        "max_tokens": 800,
+        "extra_body": {"ignore_eos": True},
+    }
     undisturbed = client.completions.create(**options).choices[0].text
     text, killed = "", False
     for chunk in client.completions.create(**options, stream=True):

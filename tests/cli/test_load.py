@@ -5,8 +5,10 @@ import random
 import re
 import signal
 import subprocess
-from dataclasses import replace
+from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy
@@ -15,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.cli.load import Load, Range, Round, Shot, pauses, read_prompts
-from shared.cli.load_report import Objective, Spread, percentile, plot, summarize
+from shared.cli.load_report import Objective, percentile, plot, summarize
 from tests.cli.fleet_process import DIFFLEET, Up, diffleet, environment
 from tests.fleet.processes import until
 
@@ -47,7 +49,7 @@ def test_a_round_is_summed_up_over_what_was_answered() -> None:
     assert summary.seconds == 4.0  # from the first submit, at 1, to the last text, at 5
     assert (summary.tokens_per_s, summary.tokens_per_forward) == (4.0, 2.0)
     assert (summary.goodput, summary.good_share) == (0.25, 1 / 3)
-    assert summary.first_s == Spread(1.25, 1.25, pytest.approx(1.85), pytest.approx(1.985))
+    assert asdict(summary.first_s) == pytest.approx({"mean": 1.25, "p50": 1.25, "p90": 1.85, "p99": 1.985})
     assert summary.block_s.p50 == pytest.approx((0.25 + 1.0) / 2)
     assert summary.token_s.mean == pytest.approx((0.25 / 4 + 1.0 / 2) / 2)
 
@@ -59,6 +61,35 @@ def test_an_answer_of_one_block_has_no_time_per_token() -> None:
 def test_nothing_measured_is_no_rate() -> None:
     summary = summarize("here", Round(LOAD, ()), Objective())
     assert (summary.requests_per_s, summary.tokens_per_s, summary.goodput) == (0.0, 0.0, 0.0)
+
+
+def test_a_trace_has_the_statistics_that_aiperf_computed_of_it() -> None:
+    trace = json.loads((Path(__file__).parent / "data" / "aiperf-0.13.0.json").read_text())
+    summary = summarize("here", Round(LOAD, tuple(map(_traced, trace["requests"]))), Objective(0.230, token_s=0.013))
+    aiperf = trace["aiperf"]
+    # aiperf takes the ends of a run from another clock than the times of a request.
+    assert summary.seconds == pytest.approx(aiperf["benchmark_duration"]["avg"], rel=1e-5)
+    assert summary.requests_per_s == pytest.approx(aiperf["request_throughput"]["avg"], rel=1e-5)
+    assert summary.tokens_per_s == pytest.approx(aiperf["output_token_throughput"]["avg"], rel=1e-5)
+    assert summary.goodput == pytest.approx(aiperf["goodput"]["avg"], rel=1e-5)
+    spreads = {
+        "time_to_first_token": summary.first_s,
+        "inter_chunk_latency": summary.block_s,
+        "inter_token_latency": summary.token_s,
+        "request_latency": summary.total_s,
+    }
+    for name, spread in spreads.items():
+        told = {"mean": aiperf[name]["avg"], **{share: aiperf[name][share] for share in ("p50", "p90", "p99")}}
+        assert {share: 1000 * value for share, value in asdict(spread).items()} == pytest.approx(told), name
+
+
+def _traced(request: dict[str, Any]) -> Shot:
+    """Return the shot that `fire` would have made of these times."""
+    started = request["start_ns"]
+    counts = [tokens for _, tokens in request["chunks"]]
+    blocks = tuple((when - started) / 1e9 for when, _ in request["chunks"])
+    sizes = tuple(now - before for before, now in pairwise([0, *counts]))
+    return Shot(8, counts[-1], 1, blocks, sizes, blocks[-1], started / 1e9)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,26 @@ Stands alone, because each library has an environment of its own. Prints one lin
 
 import asyncio
 import importlib.metadata
+import json
 import sys
 
 QUESTION = "What is 12 + 30?"
+SCHEMA = {
+    "title": "Answer",
+    "type": "object",
+    "properties": {"value": {"type": "integer"}},
+    "required": ["value"],
+    "additionalProperties": False,
+}
+_NUMBERS = {"a": {"type": "integer"}, "b": {"type": "integer"}}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {"type": "object", "properties": _NUMBERS, "required": ["a", "b"]},
+    },
+}
 
 
 def ollama(url, model):
@@ -43,6 +60,12 @@ def litellm(url, model):
     chunks = list(library.completion(messages=messages, seed=1, stream=True, **options))
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == whole.choices[0].message.content
+    called = library.completion(messages=messages, seed=1, tools=[TOOL], tool_choice="required", **options)
+    (call,) = called.choices[0].message.tool_calls
+    assert call.function.name == "add" and set(json.loads(call.function.arguments)) == {"a", "b"}
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
+    told = library.completion(messages=messages, seed=1, response_format=form, **options)
+    assert isinstance(json.loads(told.choices[0].message.content)["value"], int)
 
 
 def langchain(url, model):
@@ -52,16 +75,17 @@ def langchain(url, model):
     whole = chat.invoke(QUESTION)
     assert whole.content and whole.usage_metadata["output_tokens"]
     assert "".join(part.content for part in chat.stream(QUESTION)) == whole.content
-    schema = {
-        "title": "Answer",
-        "type": "object",
-        "properties": {"value": {"type": "integer"}},
-        "required": ["value"],
-        "additionalProperties": False,
-    }
     for method in ("json_schema", "function_calling"):
-        told = chat.with_structured_output(schema, method=method).invoke(QUESTION)
+        told = chat.with_structured_output(SCHEMA, method=method).invoke(QUESTION)
         assert isinstance(told["value"], int)
+    tools = chat.bind_tools([TOOL], tool_choice="add")
+    (call,) = tools.invoke(QUESTION).tool_calls
+    assert call["name"] == "add" and set(call["args"]) == {"a", "b"}
+    parts = list(tools.stream(QUESTION))
+    joined = parts[0]
+    for part in parts[1:]:
+        joined = joined + part
+    assert joined.tool_calls[0]["args"] == call["args"]
 
 
 def instructor(url, model):
@@ -80,12 +104,20 @@ def instructor(url, model):
 
 
 def pydantic_ai(url, model):
-    from pydantic_ai import Agent
+    from pydantic import BaseModel
+    from pydantic_ai import Agent, NativeOutput, ToolOutput
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
-    agent = Agent(OpenAIChatModel(model, provider=OpenAIProvider(base_url=url, api_key="none")))
+    chat = OpenAIChatModel(model, provider=OpenAIProvider(base_url=url, api_key="none"))
+    agent = Agent(chat)
     assert agent.run_sync(QUESTION).output
+
+    class Answer(BaseModel):
+        value: int
+
+    for kind in (ToolOutput(Answer), NativeOutput(Answer)):
+        assert isinstance(Agent(chat, output_type=kind).run_sync(QUESTION).output.value, int)
 
     async def streamed():
         async with agent.run_stream(QUESTION) as run:
@@ -147,13 +179,29 @@ def openai_agents(url, model):
 
 
 def llama_index(url, model):
+    from llama_index.core.tools import FunctionTool
     from llama_index.llms.openai_like import OpenAILike
+    from pydantic import BaseModel
 
     chat = OpenAILike(model=model, api_base=url, api_key="none", is_chat_model=True, context_window=1024)
     assert chat.complete(QUESTION).text
     assert "".join(part.delta or "" for part in chat.stream_complete(QUESTION))
     raw = OpenAILike(model=model, api_base=url, api_key="none", is_chat_model=False, context_window=1024)
     assert raw.complete("1 2 3 4").text is not None
+
+    class Answer(BaseModel):
+        value: int
+
+    def add(a: int, b: int) -> int:
+        """Add two numbers."""
+        return a + b
+
+    options = {"is_function_calling_model": True, "context_window": 1024}
+    caller = OpenAILike(model=model, api_base=url, api_key="none", is_chat_model=True, **options)
+    reply = caller.chat_with_tools([FunctionTool.from_defaults(add)], user_msg=QUESTION, tool_required=True)
+    (call,) = caller.get_tool_calls_from_response(reply)
+    assert call.tool_name == "add" and set(call.tool_kwargs) == {"a", "b"}
+    assert isinstance(caller.as_structured_llm(Answer).complete(QUESTION).raw.value, int)
 
 
 PACKAGES = {
