@@ -69,9 +69,10 @@ def test_a_trace_has_the_statistics_that_aiperf_computed_of_it() -> None:
     aiperf = trace["aiperf"]
     # aiperf takes the ends of a run from another clock than the times of a request.
     assert summary.seconds == pytest.approx(aiperf["benchmark_duration"]["avg"], rel=1e-5)
-    assert summary.requests_per_s == pytest.approx(aiperf["request_throughput"]["avg"], rel=1e-5)
-    assert summary.tokens_per_s == pytest.approx(aiperf["output_token_throughput"]["avg"], rel=1e-5)
-    assert summary.goodput == pytest.approx(aiperf["goodput"]["avg"], rel=1e-5)
+    # Its rates are over a window that begins before the first submit and ends behind the last text.
+    assert summary.requests_per_s == pytest.approx(aiperf["request_throughput"]["avg"], rel=0.005)
+    assert summary.tokens_per_s == pytest.approx(aiperf["output_token_throughput"]["avg"], rel=0.005)
+    assert summary.goodput == pytest.approx(aiperf["goodput"]["avg"], rel=0.005)
     spreads = {
         "time_to_first_token": summary.first_s,
         "inter_chunk_latency": summary.block_s,
