@@ -159,27 +159,38 @@ def _group(
     return RowGroup(tokens, slots, len(rows), query, context, bias)
 
 
-def attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+def attention(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, scale: float, scales: Tensor | None = None
+) -> Tensor:
     """Return softmax(scale * q k^T) v over the visible positions of each query.
 
-    q [tokens, heads, head_dim], k_pages and v_pages [pages, page_size, kv_heads, head_dim] of the same dtype; the
-    result has q's shape. Query head h reads KV head h // (heads / kv_heads).
+    q [tokens, heads, head_dim], k_pages and v_pages [pages, page_size, kv_heads, head_dim] of the same dtype, or e4m3
+    with `scales` [2, pages, page_size, kv_heads]; the result has q's shape. Query head h reads KV head
+    h // (heads / kv_heads).
     """
     if len(plan.groups) == 1:
-        return _attend(q, k_pages, v_pages, plan.groups[0], scale)
+        return _attend(q, k_pages, v_pages, plan.groups[0], scale, scales)
     out = torch.empty_like(q)
     for group in plan.groups:
-        out[group.tokens] = _attend(q[group.tokens], k_pages, v_pages, group, scale)
+        out[group.tokens] = _attend(q[group.tokens], k_pages, v_pages, group, scale, scales)
     return out
 
 
-def _attend(q: Tensor, k_pages: Tensor, v_pages: Tensor, group: RowGroup, scale: float) -> Tensor:
+def _attend(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, group: RowGroup, scale: float, scales: Tensor | None
+) -> Tensor:
     heads, head_dim = q.shape[1:]
     kv_heads = k_pages.shape[2]
+    k, v = _gather(k_pages, group), _gather(v_pages, group)
+    if scales is not None:
+        k, v = (
+            (part.float() * _gather(of_part, group)[..., None]).to(q.dtype)
+            for part, of_part in zip((k, v), scales, strict=True)
+        )
     result = F.scaled_dot_product_attention(
         q.view(group.rows, group.query, heads, head_dim).transpose(1, 2),
-        _gather(k_pages, group).transpose(1, 2),
-        _gather(v_pages, group).transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
         attn_mask=group.bias,
         scale=scale,
         enable_gqa=heads != kv_heads,
@@ -188,7 +199,13 @@ def _attend(q: Tensor, k_pages: Tensor, v_pages: Tensor, group: RowGroup, scale:
 
 
 def _gather(pages: Tensor, group: RowGroup) -> Tensor:
-    """Return [rows, context, kv_heads, head_dim]."""
+    """Return [rows, context, kv_heads, ...]."""
     flat = pages.flatten(0, 1)
-    picked = flat[group.slots] if isinstance(group.slots, slice) else flat.index_select(0, group.slots)
+    if isinstance(group.slots, slice):
+        picked = flat[group.slots]
+    elif flat.itemsize > 1:
+        picked = flat.index_select(0, group.slots)
+    else:
+        # Not every device knows how to index numbers of 8 bits.
+        picked = flat.view(torch.uint8).index_select(0, group.slots).view(flat.dtype)
     return picked.view(group.rows, group.context, *flat.shape[1:])

@@ -15,6 +15,7 @@ def rope_write(
     k_pages: Tensor,
     v_pages: Tensor,
     slots: Tensor,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Rotate queries and keys, store keys and values at `slots`; return the queries [tokens, heads, head_dim].
 
@@ -25,5 +26,5 @@ def rope_write(
     heads = qkv.shape[1] - 2 * kv_heads
     qk, v = qkv.split((heads + kv_heads, kv_heads), 1)
     q, k = rope(qk, cos, sin, weight, eps).split((heads, kv_heads), 1)
-    kv_write(k, v, k_pages, v_pages, slots)
+    kv_write(k, v, k_pages, v_pages, slots, scales)
     return q

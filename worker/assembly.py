@@ -27,7 +27,7 @@ from worker.memory import step_bytes
 from worker.metered import Metered
 from worker.models import LoadedModel, ModelError, load_model
 from worker.models.eight_bits import keep
-from worker.models.fp8 import quantize, quantize_head, runs_on_stored
+from worker.models.fp8 import quantize, quantize_head, runs_on_stored, with_small_pages
 from worker.models.spec import Commit, ModelSpec, kv_shapes
 from worker.runners import make_runner, runs_ahead
 from worker.settings import WorkerSettings
@@ -64,6 +64,8 @@ def assemble(settings: WorkerSettings) -> Assembly:
         keep(model.module, settings.folder, runs_on_stored)
     if settings.head == "fp8" and not (isinstance(model.module, nn.Module) and quantize_head(model.module)):
         raise ModelError(f"{settings.folder}: head fp8: this family has no such head, or its sides are odd")
+    if settings.kv_dtype == "fp8":
+        model = with_small_pages(model, settings.folder)
     try:
         tokenizer = Tokenizer.from_folder(settings.folder)
     except InvalidTokenizer as error:
@@ -153,11 +155,16 @@ def cache_shape(
         memory = max(0, int((free - step_bytes(page_size)) * _GPU_CACHE_SHARE))
     else:
         memory = _CPU_CACHE_MIB * _MIB
-    token_bytes = 2 * sum(heads * dim for heads, dim in kv_shapes(spec)) * placement.dtype.itemsize
+    token_bytes = 2 * sum(heads * _head_bytes(settings, dim, placement) for heads, dim in kv_shapes(spec))
     num_pages = min(memory // (token_bytes * page_size), useful)
     if num_pages < 1:
         raise ModelError(f"kv_cache_mb: {memory / _MIB:.1f} MiB do not hold one page of {page_size} tokens")
     return CacheShape(page_size, num_pages)
+
+
+def _head_bytes(settings: WorkerSettings, dim: int, placement: Placement) -> int:
+    """Return the bytes of a head's key, or value."""
+    return dim + torch.float32.itemsize if settings.kv_dtype == "fp8" else dim * placement.dtype.itemsize
 
 
 def card_of(

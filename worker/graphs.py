@@ -24,7 +24,7 @@ from kernels.lora import assign
 from kernels.token_stats import Noise
 from worker.adapters.bank import AdapterBank
 from worker.models import LoadedModel
-from worker.models.layers import ForwardContext, LowRank
+from worker.models.layers import ForwardContext, LowRank, Pages
 
 Captured = TypeVar("Captured")
 
@@ -58,7 +58,7 @@ class StepGraphs:
     def __init__(
         self,
         model: LoadedModel,
-        kv: tuple[tuple[Tensor, Tensor], ...],
+        kv: tuple[Pages, ...],
         barred: Tensor,
         filler_ids: Tensor,
         layout: Layout,

@@ -24,7 +24,7 @@ from worker.engine.ports import Decision
 from worker.logit_edits import edit_logits
 from worker.logprobs import report
 from worker.models import LoadedModel
-from worker.models.layers import ForwardContext, LowRank
+from worker.models.layers import ForwardContext, LowRank, Pages
 from worker.models.spec import NO_MASK, ModelSpec
 
 # Logits live in float32 while they are looked at; more positions than this many elements allow go one part after
@@ -64,8 +64,11 @@ class Runner:
         self._adapters = None if adapters is None else AdapterStack(adapters, self._device)
         self.bank = bank
         shape = (2, spec.num_layers, num_pages + 1, page_size, spec.num_kv_heads, spec.head_dim)
-        keys, values = torch.zeros(shape, dtype=model.dtype, device=self._device)
-        self.kv = tuple(zip(keys, values, strict=True))
+        keys, values = torch.zeros(shape, dtype=model.kv_dtype or model.dtype, device=self._device)
+        self.kv: tuple[Pages, ...] = tuple(zip(keys, values, strict=True))
+        if model.kv_dtype is not None:
+            scales = torch.zeros((spec.num_layers, 2, *shape[2:5]), dtype=torch.float32, device=self._device)
+            self.kv = tuple(zip(keys, values, scales, strict=True))
         self.barred = barred_ids(spec, self._device)
         self.filler_ids = torch.tensor(spec.filler_ids, dtype=torch.int64, device=self._device)
 

@@ -38,6 +38,10 @@ class WorkerSettings(ServiceSettings):
         default=0, ge=0, le=1024, description="Threads of CPU arithmetic; 0: all cores but one, which serves the queue."
     )
 
+    kv_dtype: Literal["auto", "fp8"] = Field(
+        default="auto",
+        description="fp8: keys and values lie in 8 bits, each head of a token under a scale: nearly twice the pages.",
+    )
     page_size: int | None = Field(
         default=None, ge=1, le=4096, description="Tokens in a KV page; unset: a multiple of the block length near 32."
     )

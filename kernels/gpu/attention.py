@@ -36,10 +36,12 @@ class Tile:
     three buffers then fill while one is used, instead of one."""
 
 
-def attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+def attention(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, scale: float, scales: Tensor | None = None
+) -> Tensor:
     if plan.visible_start is not None:
         # Sliding windows hide the beginning of a context, which this kernel cannot.
-        return reference(q, k_pages, v_pages, plan, scale)
+        return reference(q, k_pages, v_pages, plan, scale, scales)
     tokens, heads, head_dim = q.shape
     _, page_size, kv_heads, kv_dim = k_pages.shape
     if heads % kv_heads or kv_dim != head_dim or v_pages.shape != k_pages.shape:
@@ -58,7 +60,7 @@ def attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, 
     tile = choose_tile(packed, head_dim, q.element_size())
     programs = rows * triton.cdiv(packed, tile.block_m) * kv_heads
     splits = choose_splits(programs, triton.cdiv(width * page_size, tile.block_n), q.device)
-    return attend(q, k_pages, v_pages, plan, scale, longest, tile, splits, out)
+    return attend(q, k_pages, v_pages, plan, scale, longest, tile, splits, out, scales)
 
 
 def attend(
@@ -71,6 +73,7 @@ def attend(
     tile: Tile,
     splits: int,
     out: Tensor,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Attend with a given tile and number of splits, a power of two; fill `out` and return it."""
     tokens, heads, head_dim = q.shape
@@ -94,12 +97,14 @@ def attend(
         plan.row_offsets,
         plan.visible_end,
         plan.page_table,
+        q if scales is None else scales,
         scale * _LOG2_E,
         tokens,
         q.stride(0),
         q.stride(1),
         plan.page_table.stride(0),
         tiles,
+        k_pages.shape[0] * page_size * kv_heads,
         HEADS=heads,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
@@ -110,6 +115,7 @@ def attend(
         BLOCK_D=block_d,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         AHEAD=tile.ahead,
+        SMALL=scales is not None,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **options,
@@ -170,12 +176,14 @@ def _attend(
     offsets_ptr,
     ends_ptr,
     table_ptr,
+    scales_ptr,
     scale,
     tokens,
     token_stride,
     head_stride,
     table_stride,
     tiles,
+    value_scales,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -186,6 +194,7 @@ def _attend(
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
     AHEAD: tl.constexpr,
+    SMALL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -230,8 +239,8 @@ def _attend(
         else:
             page = tl.load(pages + (n + lane) // PAGE)
         best, mass, mixed = _take_in(
-            best, mass, mixed, q, k_ptr, v_ptr, page, n, kv_head, ends, top, scale,
-            KV_HEADS, HEAD_DIM, PAGE, BLOCK_N, BLOCK_D, PRECISION, False,
+            best, mass, mixed, q, k_ptr, v_ptr, page, n, kv_head, ends, top, scale, scales_ptr, value_scales,
+            KV_HEADS, HEAD_DIM, PAGE, BLOCK_N, BLOCK_D, PRECISION, SMALL, False,
         )  # fmt: skip
     for n in range(clear, stop, BLOCK_N):
         if AHEAD:
@@ -240,8 +249,8 @@ def _attend(
         else:
             page = tl.load(pages + (n + lane) // PAGE, mask=n + lane < top, other=0)
         best, mass, mixed = _take_in(
-            best, mass, mixed, q, k_ptr, v_ptr, page, n, kv_head, ends, top, scale,
-            KV_HEADS, HEAD_DIM, PAGE, BLOCK_N, BLOCK_D, PRECISION, True,
+            best, mass, mixed, q, k_ptr, v_ptr, page, n, kv_head, ends, top, scale, scales_ptr, value_scales,
+            KV_HEADS, HEAD_DIM, PAGE, BLOCK_N, BLOCK_D, PRECISION, SMALL, True,
         )  # fmt: skip
 
     pair = token.to(tl.int64) * HEADS + head
@@ -270,18 +279,22 @@ def _take_in(
     ends,
     top,
     scale,
+    scales_ptr,
+    value_scales,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
+    SMALL: tl.constexpr,
     EDGE: tl.constexpr,
 ):
     """Add BLOCK_N keys from n on to the running softmax; EDGE: some query does not see all of them."""
     position = n + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
-    slot = (page.to(tl.int64) * PAGE + position % PAGE) * (KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
+    pair = (page.to(tl.int64) * PAGE + position % PAGE) * KV_HEADS + kv_head
+    slot = pair * HEAD_DIM
     k_place = k_ptr + slot[None, :] + d[:, None]
     v_place = v_ptr + slot[:, None] + d[None, :]
     if EDGE or HEAD_DIM != BLOCK_D:
@@ -292,7 +305,19 @@ def _take_in(
     else:
         k = tl.load(k_place)
         v = tl.load(v_place)
+    if SMALL:
+        # Scaled are the scores and the weights, [.., keys] both, rather than keys and values of HEAD_DIM numbers.
+        k = k.to(q.dtype)
+        v = v.to(q.dtype)
+        if EDGE:
+            k_scale = tl.load(scales_ptr + pair, mask=position < top, other=0.0)
+            v_scale = tl.load(scales_ptr + value_scales + pair, mask=position < top, other=0.0)
+        else:
+            k_scale = tl.load(scales_ptr + pair)
+            v_scale = tl.load(scales_ptr + value_scales + pair)
     score = tl.dot(q, k, input_precision=PRECISION) * scale
+    if SMALL:
+        score *= k_scale[None, :]
     if EDGE:
         score = tl.where(position[None, :] < ends[:, None], score, float("-inf"))
     new = tl.maximum(best, tl.max(score, 1))
@@ -305,6 +330,8 @@ def _take_in(
     fade = tl.exp2(best - base)
     mass = mass * fade + tl.sum(weight, 1)
     mixed = mixed * fade[:, None]
+    if SMALL:
+        weight *= v_scale[None, :]
     mixed = tl.dot(weight.to(v.dtype), v, mixed, input_precision=PRECISION)
     return new, mass, mixed
 

@@ -5,9 +5,15 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.overlap import overlap_options, wait_for_inputs
+from kernels.kv_write import kv_write as reference
 
 
-def kv_write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+def kv_write(
+    k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor, scales: Tensor | None = None
+) -> None:
+    if scales is not None:
+        # Who writes pages of 8 bits does so in the kernel that rotates.
+        return reference(k, v, k_pages, v_pages, slots, scales)
     tokens, heads, head_dim = k.shape
     if v.shape != k.shape or k_pages.shape[2:] != k.shape[1:] or v_pages.shape != k_pages.shape:
         raise ValueError(f"keys {list(k.shape)} and values {list(v.shape)} do not go with pages {list(k_pages.shape)}")

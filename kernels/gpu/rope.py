@@ -27,6 +27,7 @@ def rope_write(
     k_pages: Tensor,
     v_pages: Tensor,
     slots: Tensor,
+    scales: Tensor | None = None,
 ) -> Tensor:
     tokens, total, head_dim = qkv.shape
     kv_heads = k_pages.shape[2]
@@ -36,7 +37,7 @@ def rope_write(
     if not (k_pages.is_contiguous() and v_pages.is_contiguous()):
         raise ValueError("pages must be contiguous")
     q = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
-    _launch(qkv, cos, sin, weight, eps, heads, kv_heads, q, k_pages, v_pages, slots)
+    _launch(qkv, cos, sin, weight, eps, heads, kv_heads, q, k_pages, v_pages, slots, scales)
     return q
 
 
@@ -52,6 +53,7 @@ def _launch(
     k_pages: Tensor,
     v_pages: Tensor,
     slots: Tensor | None,
+    scales: Tensor | None = None,
 ) -> None:
     tokens, total, head_dim = x.shape
     width = cos.shape[-1]
@@ -71,6 +73,8 @@ def _launch(
             k_pages,
             v_pages,
             q if slots is None else slots,
+            q if scales is None else scales,
+            k_pages.shape[0] * k_pages.shape[1] * kv_heads,
             x.stride(0),
             x.stride(1),
             cos.stride(0),
@@ -83,6 +87,7 @@ def _launch(
             BLOCK_H=_HEADS_AT_ONCE,
             BLOCK_D=triton.next_power_of_2(head_dim),
             NORM=weight is not None,
+            SMALL=scales is not None,
             num_warps=4,
             **overlap_options(x.device),
         )
@@ -98,6 +103,8 @@ def _rotate(
     k_pages_ptr,
     v_pages_ptr,
     slots_ptr,
+    scales_ptr,
+    value_scales,
     token_stride,
     head_stride,
     cos_stride,
@@ -110,6 +117,7 @@ def _rotate(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     NORM: tl.constexpr,
+    SMALL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -139,8 +147,19 @@ def _rotate(
     q_place = (token * HEADS + head) * HEAD_DIM + d[None, :]
     tl.store(q_ptr + q_place, rotated, mask=inside & (head < HEADS))
     if KV_HEADS > 0:
-        slot = tl.load(slots_ptr + token) * (KV_HEADS * HEAD_DIM)
-        k_place = slot + (head - HEADS) * HEAD_DIM + d[None, :]
-        tl.store(k_pages_ptr + k_place, rotated, mask=inside & (head >= HEADS) & turned)
-        v_place = slot + (head - HEADS - KV_HEADS) * HEAD_DIM + d[None, :]
-        tl.store(v_pages_ptr + v_place, x, mask=inside & (head >= HEADS + KV_HEADS))
+        slot = tl.load(slots_ptr + token) * KV_HEADS
+        k_pair = slot + head - HEADS
+        v_pair = k_pair - KV_HEADS
+        is_key = (head >= HEADS) & turned
+        is_value = (head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS)
+        if SMALL:
+            wide = tl.where(turned, rotated, x).to(tl.float32)
+            scale = tl.maximum(tl.max(tl.abs(wide), 1)[:, None] / 448.0, 1e-12)
+            tl.store(scales_ptr + k_pair, scale, mask=is_key)
+            tl.store(scales_ptr + value_scales + v_pair, scale, mask=is_value)
+            small = tl.div_rn(wide, tl.broadcast_to(scale, (BLOCK_H, BLOCK_D))).to(tl.float8e4nv)
+            tl.store(k_pages_ptr + k_pair * HEAD_DIM + d[None, :], small, mask=inside & is_key)
+            tl.store(v_pages_ptr + v_pair * HEAD_DIM + d[None, :], small, mask=inside & is_value)
+        else:
+            tl.store(k_pages_ptr + k_pair * HEAD_DIM + d[None, :], rotated, mask=inside & is_key)
+            tl.store(v_pages_ptr + v_pair * HEAD_DIM + d[None, :], x, mask=inside & is_value)

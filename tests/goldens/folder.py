@@ -11,12 +11,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from kernels.fp8 import FP8
 from worker.models import LoadedModel, load_checkpoint
 from worker.models.checkpoint import read_checkpoint
 
 DATA = Path(__file__).parent / "data"
 DEVICE = os.environ.get("DIFFLEET_DEVICE", "cpu")
 DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}[os.environ.get("DIFFLEET_DTYPE", "float32")]
+SMALL_KV = os.environ.get("DIFFLEET_KV_DTYPE") == "fp8"
+"""Keys and values in pages of 8 bits."""
 AHEAD = os.environ.get("DIFFLEET_STEP_AHEAD") == "on"
 """Let the device lead the rows of the families that allow it."""
 Entry = dict[str, Any]
@@ -57,7 +60,8 @@ def _model(path: Path, dtype: torch.dtype) -> LoadedModel:
     config = {"mask_token_id": special.get("mask"), **checkpoint.config}
     # What is exact is computed where every operation has float64.
     device = "cpu" if dtype == torch.float64 else DEVICE
-    return load_checkpoint(replace(checkpoint, config=config), device=device, dtype=dtype)
+    model = load_checkpoint(replace(checkpoint, config=config), device=device, dtype=dtype)
+    return replace(model, kv_dtype=FP8) if SMALL_KV else model
 
 
 def find_folders() -> list[GoldenFolder]:

@@ -62,6 +62,8 @@ class LoadedModel:
     module: Denoiser
     device: torch.device
     dtype: torch.dtype
+    kv_dtype: torch.dtype | None = None
+    """e4m3: keys and values lie in pages of 8 bits, with scales; None: as the arithmetic is."""
 
 
 def load_model(

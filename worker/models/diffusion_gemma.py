@@ -308,7 +308,7 @@ class _Layer(nn.Module):
         keyed = self.heads + kind.kv_heads
         turned = _rotate(_norm(projected[:, :keyed], self.head_norm, self.eps), rotation)
         values = _norm(projected[:, -kind.kv_heads :], None, self.eps)
-        k_pages, v_pages = context.kv[self.number]
+        k_pages, v_pages = context.kv[self.number][:2]
         kernels.kv_write(turned[:, self.heads :], values, k_pages, v_pages, plan.slots)
         mixed = kernels.attention(turned[:, : self.heads].contiguous(), k_pages, v_pages, plan, 1.0)
         return self.out.forward(mixed.reshape(x.shape[0], -1))

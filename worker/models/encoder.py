@@ -36,7 +36,7 @@ def attend(
 ) -> Tensor:
     """Write k and v [tokens, heads, head_dim] to the layer's pages; return what q sees, [tokens, heads * head_dim]."""
     plan = plan or context.attention
-    k_pages, v_pages = context.kv[layer]
+    k_pages, v_pages = context.kv[layer][:2]
     kernels.kv_write(k, v, k_pages, v_pages, plan.slots)
     mixed = kernels.attention(q, k_pages, v_pages, plan, 1.0 / math.sqrt(q.shape[-1]))
     return mixed.reshape(q.shape[0], -1)

@@ -1,10 +1,15 @@
-"""Weights of 8 bits, made when a model is loaded."""
+"""Weights of 8 bits, made when a model is loaded, and what else can be in 8 bits."""
+
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from kernels.fp8 import BLOCK, FP8, quantize_rows
+from worker.models import LoadedModel, ModelError
 from worker.models.layers import Decoder, Linear
+from worker.models.spec import Commit
 
 _MULTIPLE = 16
 """Columns and rows of a product come in so many."""
@@ -62,6 +67,13 @@ def quantize_head(module: nn.Module) -> bool:
         module.head_scale = nn.Parameter(scale, requires_grad=False)
         _tidy()
     return True
+
+
+def with_small_pages(model: LoadedModel, folder: Path) -> LoadedModel:
+    """Return the model with pages of 8 bits; raises `ModelError` for a family that cannot read them."""
+    if not isinstance(model.module, Decoder) or model.spec.commit is Commit.ENCODED:
+        raise ModelError(f"{folder}: kv_dtype fp8: this family reads pages of 16 or 32 bits only")
+    return replace(model, kv_dtype=FP8)
 
 
 def _fits(weight: Tensor) -> bool:

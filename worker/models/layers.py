@@ -100,6 +100,11 @@ class LowRank:
         return both[:, :outputs], both[:, outputs:]
 
 
+Pages = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
+"""A layer's pages of keys and of values, [pages, page_size, kv_heads, head_dim]; beside pages of 8 bits the scales
+[2, pages, page_size, kv_heads] of each head of each slot."""
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
     """What a forward knows beside its hidden states."""
@@ -107,8 +112,7 @@ class ForwardContext:
     attention: AttentionPlan
     positions: Tensor
     """[tokens] int64: rotary positions."""
-    kv: tuple[tuple[Tensor, Tensor], ...]
-    """For each layer the pages of keys and of values, [pages, page_size, kv_heads, head_dim]."""
+    kv: tuple[Pages, ...]
     near: AttentionPlan | None = None
     """What layers with a sliding window see."""
     encodes: Tensor | None = None
@@ -231,12 +235,13 @@ class Attention(nn.Module):
         projected = self.qkv.forward(x, context) if isinstance(x, Tensor) else self.qkv.product(x, rotation.cos.dtype)
         tokens = projected.shape[0]
         qkv = projected.view(tokens, heads + 2 * kv_heads, self.shape.head_dim)
-        k_pages, v_pages = context.kv[self.layer]
-        slots = context.attention.slots
-        q = kernels.rope_write(qkv, rotation.cos, rotation.sin, self.head_norm, self.shape.eps, k_pages, v_pages, slots)
+        pages = context.kv[self.layer]
+        k_pages, v_pages, scales = pages if len(pages) == 3 else (*pages, None)
+        slots, tables = context.attention.slots, (rotation.cos, rotation.sin)
+        q = kernels.rope_write(qkv, *tables, self.head_norm, self.shape.eps, k_pages, v_pages, slots, scales)
         if rotation.query is not None:
             q = q * rotation.query
-        mixed = kernels.attention(q, k_pages, v_pages, context.attention, self.scale)
+        mixed = kernels.attention(q, k_pages, v_pages, context.attention, self.scale, scales)
         return self.out.forward(mixed.reshape(tokens, -1), context)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.goldens.folder import AHEAD, DEVICE, DTYPE, find_folders
+from tests.goldens.folder import AHEAD, DEVICE, DTYPE, SMALL_KV, find_folders
 from tests.goldens.test_goldens import FAMILIES, make_engine, run
 
 
@@ -34,6 +34,7 @@ def main() -> None:
                     whole, runs = whole + (list(tokens) == list(wanted)), runs + 1
             row = {
                 "bench": "agreement", "family": folder.name, "device": DEVICE, "dtype": str(DTYPE), "ahead": AHEAD,
+                "kv_8_bits": SMALL_KV,
                 "tokens": total, "equal": equal / max(1, total), "runs": runs, "runs_equal": whole,
             }  # fmt: skip
             file.write(json.dumps(row) + "\n")

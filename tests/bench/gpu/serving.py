@@ -24,6 +24,7 @@ from statistics import median
 
 import torch
 
+from kernels.fp8 import FP8
 from shared.commands import Generate, Limits
 from shared.decoding import LowConfidenceStatic
 from shared.events import Delta, Failed, Finished
@@ -349,7 +350,13 @@ def main() -> None:
     with (Path(os.environ.get("OUT", ".")) / "serving.jsonl").open("a") as file:
 
         def report(row: dict[str, object]) -> None:
-            row = {"model": arguments.model, "weights": arguments.weights, "head": arguments.head, **row}
+            row = {
+                "model": arguments.model,
+                "weights": arguments.weights,
+                "head": arguments.head,
+                "kv": arguments.kv,
+                **row,
+            }
             file.write(json.dumps(row) + "\n")
             file.flush()
             print({key: round(v, 3) if isinstance(v, float) else v for key, v in row.items()}, flush=True)
@@ -366,6 +373,8 @@ def main() -> None:
                 if arguments.weights == "blocks":
                     assert isinstance(model.module, Decoder)
                     store_in_blocks(model.module)
+                if arguments.kv == "fp8":
+                    model = replace(model, kv_dtype=FP8)
                 if arguments.head == "fp8":
                     assert isinstance(model.module, Decoder)
                     quantize_head(model.module)

@@ -64,7 +64,7 @@ LLADA2_MINI = Shape(
 )
 TINY = Shape("tiny", LayerShape(64, 4, 2, 16, 128, 1e-6, head_norm=True), 2, 1024, 1e5, 1e5)
 """To try a benchmark where there is no GPU."""
-SOAK = Shape("soak", LayerShape(1024, 8, 4, 128, 2816, 1e-6, head_norm=True), 4, 8192, 5.5e7, 5.5e7)
+SOAK = Shape("soak", LayerShape(1024, 8, 4, 128, 2816, 1e-6, head_norm=True), 2, 4096, 2.8e7, 2.8e7)
 """Small enough that the host sets the pace; heads as in SDAR."""
 SHAPES = {shape.name: shape for shape in (SDAR_8B, LLADA_8B, LLADA2_MINI, SOAK, TINY)}
 

@@ -40,18 +40,18 @@ class Traffic:
     """What arrives."""
 
     rows: int = 32
-    pages: int = 32 * 8
+    pages: int = 32 * 12
     """Fewer than the rows' texts fill, so that some are preempted."""
     waiting: int = 8
     prompts: tuple[int, ...] = (5, 30, 60, 300, 700)
-    produce: tuple[int, ...] = (8, 40, 120, 300)
+    produce: tuple[int, ...] = (8, 120, 400, 1000)
     known: int = 12
     """Beginnings that come again and again: of no page, one, two, ..."""
     aborts: float = 0.03
     """Chance of one in a step."""
     drawn: float = 0.4
-    filtered: float = 0.03
-    adapted: float = 0.03
+    filtered: float = 0.01
+    adapted: float = 0.01
     embedded: float = 0.01
 
 
@@ -129,7 +129,8 @@ def soak(
     engine = Engine(model.spec, CacheShape(PAGE, traffic.pages), limits, guarded(forward), lambda *_: NoText())
     draw, number, taken = random.Random(1), 0, 0
     ends, alive = Counter[str](), dict[str, None]()
-    marks: list[tuple[int, int, int, int]] = []
+    marks: list[tuple[int, int, int, int, float]] = []
+    every = max(1, steps // _MARKS)
     gc.collect()
     began = time.perf_counter()
 
@@ -151,10 +152,10 @@ def soak(
                 del alive[event.id]
                 shelf.in_use.pop(event.id, None)
         taken += 1
-        if taken % max(1, steps // _MARKS) == 0:
+        if taken % every == 0:
             device = torch.cuda.memory_allocated() if on_gpu else 0
             reserved = torch.cuda.memory_reserved() if on_gpu else 0
-            marks.append((device, reserved, resident_bytes(), engine.load().running))
+            marks.append((device, reserved, resident_bytes(), engine.load().running, time.perf_counter()))
     passed, load = time.perf_counter() - began, engine.load()
     quarter = max(1, len(marks) // 4)
     second, last = marks[quarter : 2 * quarter] or marks, marks[-quarter:]
@@ -168,6 +169,7 @@ def soak(
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "steps": taken,
         "seconds": passed,
+        "step_ms_at_the_end": (last[-1][4] - last[0][4]) * 1e3 / max(1, (len(last) - 1) * every),
         "hours_of_8b": taken / STEPS_OF_AN_HOUR,
         "requests": number,
         "ends": dict(ends),
