@@ -8,13 +8,9 @@ import os
 import shutil
 import socket
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from shared import embedded
-
-_PATIENCE_S = 60.0
 
 
 def named_program() -> Path | None:
@@ -77,10 +73,3 @@ def free_port() -> int:
             port: int = probe.getsockname()[1]
         if port < 55_000:
             return port
-
-
-def await_that(reached: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + _PATIENCE_S
-    while not reached():
-        assert time.monotonic() < deadline, f"{what}: not within {_PATIENCE_S:.0f} s"
-        time.sleep(0.05)

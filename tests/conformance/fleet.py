@@ -8,11 +8,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from redis import Redis
 
@@ -26,8 +24,6 @@ MODEL = "demo-nano"
 MODEL_FOLDER = REPOSITORY / "worker" / "demo" / "models" / MODEL
 LEASE_MS = 2000
 PATIENCE_S = 60.0
-
-T = TypeVar("T")
 
 
 class Process:
@@ -145,12 +141,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def eventually(look: Callable[[], T], why: str, patience_s: float = PATIENCE_S) -> T:
-    """Return what `look` returns once that is true."""
-    deadline = time.monotonic() + patience_s
-    while not (found := look()):
-        assert time.monotonic() < deadline, f"never happened: {why}"
-        time.sleep(0.05)
-    return found

@@ -16,8 +16,8 @@ from redis import Redis
 
 from shared.keys import Keys
 from tests.conformance.conftest import IDLE, KEYS, TWIN, client_of
-from tests.conformance.fleet import MODEL, Front, LiveFleet, eventually
-from tests.fleet.processes import WorkerProcess
+from tests.conformance.fleet import MODEL, Front, LiveFleet
+from tests.fleet.processes import WorkerProcess, until
 
 ASK: Any = [{"role": "user", "content": "What is 12 + 30?"}]
 CHAT = "/v1/chat/completions"
@@ -54,7 +54,7 @@ def test_c22_a_stream_that_is_left_is_aborted(http: httpx.Client, redis: Redis) 
     with http.stream("POST", "/generate", json={"model": MODEL, "stream": True} | SLOW) as response:
         first = next(line for line in response.iter_lines() if line.startswith("data: "))
     request_id = json.loads(first.removeprefix("data: "))["id"]
-    eventually(lambda: state_of(redis, request_id) not in ("queued", "running"), "the request has ended")
+    until(lambda: state_of(redis, request_id) not in ("queued", "running"), "the request has ended")
     assert state_of(redis, request_id) == "aborted"
 
 
@@ -62,7 +62,7 @@ def test_c23_an_answer_that_nobody_waits_for_is_aborted(base: str, redis: Redis)
     before = requests_of(redis, MODEL, "aborted")
     with httpx.Client(base_url=base, timeout=0.3) as impatient, pytest.raises(httpx.TimeoutException):
         impatient.post("/generate", json={"model": MODEL} | SLOW)
-    eventually(lambda: requests_of(redis, MODEL, "aborted") - before, "the request has been aborted")
+    until(lambda: requests_of(redis, MODEL, "aborted") - before, "the request has been aborted")
 
 
 def test_c24_a_worker_that_dies_before_its_first_block_is_replaced(
@@ -73,7 +73,7 @@ def test_c24_a_worker_that_dies_before_its_first_block_is_replaced(
     other.send(signal.SIGSTOP)
     with ThreadPoolExecutor() as threads:
         call = threads.submit(httpx.post, f"{base}{CHAT}", json={"model": TWIN, "messages": ASK}, timeout=60)
-        eventually(lambda: requests_of(redis, TWIN, "queued"), "the request is queued")
+        until(lambda: requests_of(redis, TWIN, "queued"), "the request is queued")
         one.send(signal.SIGKILL)
         other.send(signal.SIGCONT)
         answer = call.result()
@@ -114,7 +114,7 @@ def test_c26_a_restart_of_redis_is_survived_without_restarting_anything(fleet: L
     for status, text in answers:
         assert status in (200, 500, 503), text
         assert status == 200 or json.loads(text)["error"]["code"]
-    eventually(lambda: ask(0)[0] == 200, "the fleet answers again")
+    until(lambda: ask(0)[0] == 200, "the fleet answers again")
 
 
 def test_c27_a_full_queue_is_a_503_and_openais_client_comes_through(strict: Front) -> None:
@@ -178,7 +178,7 @@ def test_c29_a_request_out_of_time_is_a_504_or_an_error_frame(strict: Front, red
         assert json.loads(frames[-2].removeprefix("data: "))["error"]["code"] == "timeout"
     else:
         assert (response.status_code, response.json()["error"]["code"]) == (504, "timeout")
-    eventually(
+    until(
         lambda: (requests_of(redis, IDLE, "expired") | requests_of(redis, IDLE, "aborted")) - before,
         "the request has ended in the fleet",
     )
@@ -200,7 +200,7 @@ def test_c30_request_ids_are_on_everything(http: httpx.Client, fleet: LiveFleet)
         return any(line.get("request_id") == "traced-1" and line.get("trace_id") == trace for line in lines)
 
     # A request's line is written once its answer has been sent.
-    eventually(is_logged, "the request is in the log")
+    until(is_logged, "the request is in the log")
     assert "12 + 30" not in fleet.logs
 
 
@@ -276,7 +276,7 @@ def test_c33_a_front_drains_under_fifty_streams(fleet: LiveFleet) -> None:
         for _ in range(25):
             assert begun.acquire(timeout=60)
         front.send(signal.SIGTERM)
-        eventually(lambda: httpx.get(f"{front.url}/health/ready").status_code == 503, "it says that it drains")
+        until(lambda: httpx.get(f"{front.url}/health/ready").status_code == 503, "it says that it drains")
         assert [call.result() for call in calls] == ["length"] * 50
     assert front.popen.wait(30) == 0
 
@@ -286,7 +286,7 @@ def test_c33_a_second_signal_skips_the_waiting(fleet: LiveFleet) -> None:
     body = {"model": IDLE, "messages": ASK, "stream": True}
     with httpx.stream("POST", f"{front.url}{CHAT}", json=body, timeout=30) as response:
         front.send(signal.SIGTERM)
-        eventually(lambda: httpx.get(f"{front.url}/health/ready").status_code == 503, "it says that it drains")
+        until(lambda: httpx.get(f"{front.url}/health/ready").status_code == 503, "it says that it drains")
         front.send(signal.SIGTERM)
         rest = response.read().decode()
     assert '"code":"server_is_overloaded"' in rest and rest.endswith("data: [DONE]\n\n")

@@ -17,7 +17,8 @@ from pydantic import BaseModel
 from redis import Redis
 
 from tests.conformance.conftest import IDLE, client_of
-from tests.conformance.fleet import MODEL, LiveFleet, eventually
+from tests.conformance.fleet import MODEL, LiveFleet
+from tests.fleet.processes import until
 
 ASK: Any = [{"role": "user", "content": "What is 12 + 30?"}]
 ENDED = ("completed", "failed", "expired", "cancelled")
@@ -43,7 +44,7 @@ def end_of(client: OpenAI, batch: Batch) -> Batch:
         now = client.batches.retrieve(batch.id)
         return now if now.status in ENDED else None
 
-    found = eventually(look, "the batch has ended")
+    found = until(look, "the batch has ended")
     assert found is not None
     return found
 
@@ -157,15 +158,13 @@ def test_c35_a_file_that_is_no_batch_fails_with_the_lines_at_fault(client: OpenA
 
 def test_c35_a_cancelled_batch_keeps_what_it_has(client: OpenAI, redis: Redis) -> None:
     batch = submit(client, [line("done"), line("waits", model=IDLE)])
-    eventually(
-        lambda: (counts := client.batches.retrieve(batch.id).request_counts) and counts.completed == 1, "one is done"
-    )
+    until(lambda: (counts := client.batches.retrieve(batch.id).request_counts) and counts.completed == 1, "one is done")
     assert client.batches.cancel(batch.id).status == "cancelling"
     ended = end_of(client, batch)
     assert ended.status == "cancelled" and ended.cancelled_at
     assert [row["custom_id"] for row in rows_of(client, ended.output_file_id)] == ["done"]
     assert [row["error"]["code"] for row in rows_of(client, ended.error_file_id)] == ["batch_cancelled"]
-    eventually(lambda: redis.xlen(f"df:{{{IDLE}.0}}:q:bulk") == 0, "its request has left the queue")
+    until(lambda: redis.xlen(f"df:{{{IDLE}.0}}:q:bulk") == 0, "its request has left the queue")
 
 
 def test_c35_a_batch_goes_on_after_a_restart_of_the_jobs_and_submits_nothing_twice(
@@ -176,7 +175,7 @@ def test_c35_a_batch_goes_on_after_a_restart_of_the_jobs_and_submits_nothing_twi
     slow: Any = {"max_tokens": 120, "ignore_eos": True, "diffusion": {"strategy": "sequential"}}
     total = 12
     batch = submit(client, [line(str(number), **slow) for number in range(total)])
-    eventually(
+    until(
         lambda: (counts := client.batches.retrieve(batch.id).request_counts) and counts.completed > 1, "it is under way"
     )
     fleet.jobs.send(signal.SIGKILL)
@@ -232,7 +231,7 @@ def test_c36_a_background_response_is_resumed_at_every_number_through_any_front(
     assert begun.status == "queued"
     with client_of(fleet.other.url) as other:
         done = ("completed", "incomplete")
-        eventually(lambda: other.responses.retrieve(begun.id).status in done, "the response has ended")
+        until(lambda: other.responses.retrieve(begun.id).status in done, "the response has ended")
         ended = other.responses.retrieve(begun.id)
         assert ended.output_text
         whole = list(other.responses.retrieve(begun.id, stream=True))

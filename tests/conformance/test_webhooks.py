@@ -11,8 +11,9 @@ import pytest
 from openai import OpenAI
 from standardwebhooks import Webhook as Verifier
 
-from tests.conformance.fleet import MODEL, LiveFleet, eventually
+from tests.conformance.fleet import MODEL, LiveFleet
 from tests.conformance.test_stores import line
+from tests.fleet.processes import until
 from tests.fleet.receivers import Receiver
 
 
@@ -25,7 +26,7 @@ def receiver(tmp_path: Path) -> Iterator[Receiver]:
 
 def told(fleet: LiveFleet, receiver: Receiver, count: int = 1) -> list[Any]:
     """Return the messages, each read by two independent verifiers."""
-    eventually(lambda: len(receiver.told) >= count, "the receiver was told")
+    until(lambda: len(receiver.told) >= count, "the receiver was told")
     reader = OpenAI(api_key="none").webhooks
     for one in receiver.told:
         reader.verify_signature(one["body"], one["headers"], secret=fleet.webhook_secret)
@@ -67,7 +68,7 @@ def test_a_batch_is_told_of_although_its_jobs_are_killed(fleet: LiveFleet, clien
     batch = client.batches.create(
         input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h", extra_body=hook
     )
-    eventually(lambda: client.batches.retrieve(batch.id).status != "validating", "the batch has begun")
+    until(lambda: client.batches.retrieve(batch.id).status != "validating", "the batch has begun")
     fleet.jobs.send(signal.SIGKILL)
     fleet.jobs.popen.wait(20)
     fleet.start_jobs()

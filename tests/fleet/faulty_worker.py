@@ -24,6 +24,8 @@ FILLS_MEMORY = 302
 """The device is out of memory as long as the request is in the batch."""
 NOT_A_NUMBER = 303
 """Its own row has NaN for logits."""
+TAKES_ITS_TIME = 304
+"""A step takes half a second: long against the way of a message, also on a busy machine."""
 
 
 class FaultyDevice:
@@ -38,6 +40,8 @@ class FaultyDevice:
             os.kill(os.getpid(), signal.SIGKILL)
         if HANGS in faults:
             time.sleep(3600)
+        if TAKES_ITS_TIME in faults:
+            time.sleep(0.5)
         if FILLS_MEMORY in faults:
             raise torch.OutOfMemoryError("told so")
         decision = self._forward(plan)

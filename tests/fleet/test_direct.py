@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from tests.fleet.conftest import SpawnWorker
@@ -32,7 +31,6 @@ def test_a_program_of_ten_lines_submits_through_redis_and_prints_its_deltas(
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     url = fleet_server.url  # type: ignore[attr-defined]
-    began = time.monotonic()
     ran = subprocess.run(
         [sys.executable, str(script)],
         env=os.environ | {"DIFFLEET_REDIS_URL": url, "PYTHONPATH": str(REPOSITORY)},
@@ -40,7 +38,7 @@ def test_a_program_of_ten_lines_submits_through_redis_and_prints_its_deltas(
         text=True,
         timeout=PATIENCE_S,
     )
-    assert time.monotonic() - began < PATIENCE_S and ran.returncode == 0, ran.stderr
+    assert ran.returncode == 0, ran.stderr
     printed = ran.stdout.splitlines()
     assert printed[-1] == "finished"
     assert sum(line.startswith("[") for line in printed) >= 2

@@ -106,11 +106,18 @@ async def test_a_frozen_worker_that_wakes_up_is_refused_and_goes_on_with_new_wor
     pair: Pair, fleet: FleetClient, redis_client: Redis
 ) -> None:
     request = sequential(NAME, LENGTH, seed=SEED)
-    zombie, events = await disturbed(fleet, pair, request, lambda worker: worker.send(signal.SIGSTOP))
+    fenced = 0.0
+
+    def freeze(worker: WorkerProcess) -> None:
+        nonlocal fenced
+        fenced = worker.metrics()["diffleet_fenced_total"]
+        worker.send(signal.SIGSTOP)
+
+    zombie, events = await disturbed(fleet, pair, request, freeze)
     log = redis_client.xrange(Keys.of(request.id).log(request.id))
     zombie.send(signal.SIGCONT)
 
-    until(lambda: zombie.metrics()["diffleet_fenced_total"] == 1, "the zombie meets the fence")
+    until(lambda: zombie.metrics()["diffleet_fenced_total"] == fenced + 1, "the zombie meets the fence")
     until(lambda: zombie.metrics()["diffleet_rows_running"] == 0, "the zombie drops the request")
     assert redis_client.xrange(Keys.of(request.id).log(request.id)) == log
     assert zombie.metrics()["diffleet_kv_pages_free"] == zombie.metrics()["diffleet_kv_pages"]

@@ -25,9 +25,6 @@ from tests.fleet.processes import WorkerProcess, until
 from tests.fleet.requests_for_tests import assert_whole, collect, sequential
 from worker.exits import ExitCode
 
-# A busy machine takes its time to start workers.
-pytestmark = pytest.mark.timeout(400)
-
 NAME = "faulty"
 
 
@@ -37,8 +34,7 @@ async def follow(fleet: FleetClient, request: Generate) -> list[Event]:
 
 @pytest.fixture(scope="module")
 def faulty(spawn_worker: SpawnWorker) -> WorkerProcess:
-    flags = ("--max-rows", "8", "--stuck-s", "2")
-    return spawn_worker(NAME, *flags, program="tests.fleet.faulty_worker").wait_ready()
+    return spawn_worker(NAME, "--max-rows", "8", program="tests.fleet.faulty_worker").wait_ready()
 
 
 @pytest.mark.parametrize(("fault", "code"), [(FILLS_MEMORY, "out_of_memory"), (NOT_A_NUMBER, "nan")])

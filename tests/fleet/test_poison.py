@@ -2,7 +2,6 @@
 
 import asyncio
 
-import pytest
 from redis import Redis
 
 from shared.client import FleetClient
@@ -14,9 +13,6 @@ from tests.fleet.faulty_worker import KILLS
 from tests.fleet.processes import WorkerProcess
 from tests.fleet.requests_for_tests import assert_whole, collect, sequential
 
-# A busy machine takes its time to start workers.
-pytestmark = pytest.mark.timeout(400)
-
 NAME = "poisoned"
 SLOTS = 4
 INNOCENTS = 24
@@ -26,7 +22,7 @@ async def test_a_request_that_kills_its_worker_dies_alone(
     spawn_worker: SpawnWorker, fleet: FleetClient, redis_client: Redis
 ) -> None:
     def spawn() -> WorkerProcess:
-        flags = ("--max-rows", str(SLOTS), "--max-attempts", "3", "--lease-ms", "800")
+        flags = ("--max-rows", str(SLOTS), "--max-attempts", "3")
         return spawn_worker(NAME, *flags, program="tests.fleet.faulty_worker")
 
     workers = [spawn() for _ in range(2)]
@@ -57,8 +53,8 @@ async def test_a_request_that_kills_its_worker_dies_alone(
     assert isinstance(end, Failed) and end.code == "poison"
     for events in streams:
         assert_whole(events)
-    # Twice in a batch of four, in one of two, and alone.
-    assert deaths == 4
+    # Twice among others, then in a group of two unless it was the only suspect just then, and alone.
+    assert deaths in (3, 4)
     [letter] = await fleet.dead_letters(NAME)
-    assert (letter.id, letter.attempts, len(letter.lost_workers)) == (poison.id, 4, 4)
+    assert (letter.id, letter.attempts, len(letter.lost_workers)) == (poison.id, deaths, deaths)
     assert redis_client.xlen(Keys.of(poison.id).lane("std")) == 0

@@ -11,6 +11,7 @@ from shared.commands import Generate, Limits
 from shared.events import Delta, Event, Failed, Finished, Snapshot, Started
 from shared.keys import Keys
 from tests.fleet.conftest import SpawnWorker
+from tests.fleet.faulty_worker import TAKES_ITS_TIME
 from tests.fleet.processes import WorkerProcess, until
 from tests.fleet.requests_for_tests import assert_whole, collect, sequential, text_of, tokens_of, with_previews
 from worker.loop import EngineLoop
@@ -23,7 +24,7 @@ SLOTS = 2
 @pytest.fixture(scope="module")
 def worker(spawn_worker: SpawnWorker) -> WorkerProcess:
     flags = ("--max-rows", str(SLOTS), "--preview-interval-ms", "0")
-    return spawn_worker(NAME, *flags).wait_ready()
+    return spawn_worker(NAME, *flags, program="tests.fleet.faulty_worker").wait_ready()
 
 
 async def test_a_stream_is_what_the_engine_alone_produces(
@@ -66,8 +67,7 @@ async def test_concurrent_requests_do_not_disturb_each_other(worker: WorkerProce
 async def test_an_abort_key_set_by_hand_ends_a_running_request_within_two_steps_and_frees_its_pages(
     worker: WorkerProcess, fleet: FleetClient, redis_client: Redis
 ) -> None:
-    # Blocks of 512 make steps long against the way of a message.
-    request = sequential(NAME, 500, block_length=512, preview=with_previews())
+    request = sequential(NAME, 500, prompt=(TAKES_ITS_TIME, 5), block_length=512, preview=with_previews())
     events: list[Event] = []
     nfe_at_abort = 0
     async for event in fleet.run(request):

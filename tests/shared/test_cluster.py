@@ -22,7 +22,8 @@ from shared.heart import Heart
 from shared.keys import Keys, new_request_id, partition
 from shared.queue import WorkerQueue
 from shared.roster import WorkerInfo
-from tests.servers import Servers, await_that, free_port
+from tests.fleet.processes import until
+from tests.servers import Servers, free_port
 from tests.shared.protocol_for_tests import MODEL, card_of, finish
 
 NODES = 3
@@ -36,18 +37,18 @@ class Cluster:
         self.ports = [free_port() for _ in range(2 * NODES)]
         config = "cluster-enabled yes\ncluster-node-timeout 1000\nsave ''\nrepl-diskless-sync-delay 0\n"
         self.processes: list[subprocess.Popen[bytes]] = [servers.start(port, config) for port in self.ports]
-        await_that(lambda: all(self.ask(port, "PING") for port in self.ports), "the nodes answer")
+        until(lambda: all(self.ask(port, "PING") for port in self.ports), "the nodes answer")
         for number, port in enumerate(self.ports[:NODES]):
             share = (number * 16384 // NODES, (number + 1) * 16384 // NODES - 1)
             self.ask(port, "CLUSTER", "ADDSLOTSRANGE", *share)
             self.ask(port, "CLUSTER", "SET-CONFIG-EPOCH", number + 1)
         for port in self.ports[1:]:
             self.ask(self.ports[0], "CLUSTER", "MEET", "127.0.0.1", port)
-        await_that(lambda: all(self.knows(port) == 2 * NODES for port in self.ports), "the nodes know each other")
+        until(lambda: all(self.knows(port) == 2 * NODES for port in self.ports), "the nodes know each other")
         for number, port in enumerate(self.ports[NODES:]):
             primary = self.ask(self.ports[number], "CLUSTER", "MYID").decode()
-            await_that(lambda: self.ask(port, "CLUSTER", "REPLICATE", primary), "a replica follows")  # noqa: B023
-        await_that(self.whole, "the Cluster is whole")
+            until(lambda: self.ask(port, "CLUSTER", "REPLICATE", primary), "a replica follows")  # noqa: B023
+        until(self.whole, "the Cluster is whole")
 
     @property
     def url(self) -> str:
@@ -204,7 +205,7 @@ async def test_a_killed_primary_costs_no_request_and_no_event(cluster: Cluster) 
                     if len(waiting) < 3 * PARTITIONS and not killed:
                         killed = True
                         # What a lagging replica loses is the business of `Admission.replicas`.
-                        await_that(cluster.replicated, "the replica has everything")
+                        until(cluster.replicated, "the replica has everything")
                         cluster.processes[0].send_signal(signal.SIGKILL)
             except FleetUnavailable:
                 await asyncio.sleep(0.1)

@@ -17,7 +17,8 @@ from shared.heart import Heart
 from shared.queue import WorkerQueue
 from shared.roster import WorkerInfo
 from shared.sentinel import Sentinels
-from tests.servers import Servers, await_that, free_port
+from tests.fleet.processes import until
+from tests.servers import Servers, free_port
 from tests.shared.protocol_for_tests import MODEL, card_of, command_for, finish
 
 SERVICE = "fleet"
@@ -31,7 +32,7 @@ class Replicated:
         plain = "save ''\nappendonly no\nrepl-diskless-sync-delay 0\n"
         self.primary_process = servers.start(self.primary, plain)
         servers.start(self.replica, f"{plain}replicaof 127.0.0.1 {self.primary}\n")
-        await_that(lambda: self.info(self.replica).get("master_link_status") == "up", "the replica has its data")
+        until(lambda: self.info(self.replica).get("master_link_status") == "up", "the replica has its data")
         self.sentinels = [free_port() for _ in range(3)]
         watch = (
             f"sentinel monitor {SERVICE} 127.0.0.1 {self.primary} 2\nsentinel down-after-milliseconds {SERVICE} 700\n"
@@ -39,7 +40,7 @@ class Replicated:
         )
         for port in self.sentinels:
             servers.start(port, watch, "--sentinel")
-        await_that(lambda: all(self._peers(port) == (1, 2) for port in self.sentinels), "the sentinels know each other")
+        until(lambda: all(self._peers(port) == (1, 2) for port in self.sentinels), "the sentinels know each other")
 
     @property
     def url(self) -> str:

@@ -20,7 +20,8 @@ from shared.connection import FleetUnavailable, Link, open_sync_client
 from shared.heart import Heart
 from shared.queue import WorkerQueue
 from shared.roster import WorkerInfo
-from tests.servers import Servers, await_that, free_port, tls_program
+from tests.fleet.processes import until
+from tests.servers import Servers, free_port, tls_program
 from tests.shared.protocol_for_tests import MODEL, card_of, command_for, finish
 
 
@@ -55,7 +56,7 @@ def secured() -> Iterator[Secured]:
     servers.start(port, f"port 0\ntls-port {port}\n{files}tls-auth-clients yes\nsave ''\n", program=program)
     secured = Secured(folder, port)
     try:
-        await_that(lambda: _answers(secured.url(**secured.known)), "the server answers")
+        until(lambda: _answers(secured.url(**secured.known)), "the server answers")
         yield secured
     finally:
         servers.end()
