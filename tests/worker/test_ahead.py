@@ -207,9 +207,9 @@ def test_the_next_step_is_under_way_before_the_engine_hears_of_the_last_one(mode
     launched = Counter[str]()
     original = graphs.launch
 
-    def launch(rows: int, slots: int = 0, room: int | None = None):
+    def launch(rows: int, slots: int = 0, room: int | None = None, adapted: bool = False):
         launched["steps"] += 1
-        return original(rows, slots, room)
+        return original(rows, slots, room, adapted)
 
     graphs.launch = launch
     forward = AheadRunner(runner, graphs, [1])

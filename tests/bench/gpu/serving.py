@@ -80,6 +80,8 @@ class Watched:
     """Rows with a canvas in it."""
     prompts: list[int] = field(default_factory=list)
     """Tokens of prompts in it."""
+    kinds: list[str] = field(default_factory=list)
+    """Rows, slots and room of the captured step that it read."""
 
     def __post_init__(self) -> None:
         device, began = self.model.device, time.perf_counter()
@@ -102,6 +104,7 @@ class Watched:
         block = self.model.spec.block_length
         self.times.append(time.perf_counter())
         self.accepted.append(sum(map(sum, decision.accepted)))
+        self.kinds.append(str(self.forward.last) if isinstance(self.forward, AheadRunner) else "")
         self.denoised.append(sum(row.canvas is not None and len(row.token_ids) <= 2 * block for row in plan.rows))
         self.prompts.append(sum(len(row.token_ids) for row in plan.rows if len(row.token_ids) > 2 * block))
         return decision
@@ -146,6 +149,9 @@ def bench_engine(model: LoadedModel, report: Report, rows: int, how: str = "chos
     full = full[4:-2] if len(full) > 16 else full
     seconds = sum(watched.times[i] - watched.times[i - 1] for i in full)
     steps = [watched.times[i] - watched.times[i - 1] for i in full]
+    kinds: dict[str, list[float]] = {}
+    for i, step in zip(full, steps, strict=True):
+        kinds.setdefault(watched.kinds[i], []).append(step * 1e3)
     leader = watched.forward if isinstance(watched.forward, AheadRunner) else None
     report(
         {
@@ -158,6 +164,7 @@ def bench_engine(model: LoadedModel, report: Report, rows: int, how: str = "chos
             "step_ms": median(steps) * 1e3,
             "tokens_s": sum(watched.accepted[i] for i in full) / seconds,
             "steps": len(full),
+            "kinds": {kind: (len(times), round(median(times), 2)) for kind, times in sorted(kinds.items())},
             "first_block_last_s": max(first.values()),
             "all_s": max(last.values()),
             "tokens_s_with_prompts": rows * PRODUCE / max(last.values()),
