@@ -29,7 +29,7 @@ from shared.commands import Generate, Limits
 from shared.decoding import LowConfidenceStatic
 from shared.events import Delta, Failed, Finished
 from tests.bench.gpu.shapes import SHAPES, Shape, random_model, store_in_blocks
-from tests.bench.gpu.soak import STEPS_OF_AN_HOUR, soak
+from tests.bench.gpu.soak import STEPS_OF_AN_HOUR, Traffic, soak
 from tests.worker.texts import NoText
 from worker.ahead import AheadRunner, make_graphs
 from worker.engine.engine import Engine
@@ -348,8 +348,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=240.0, help="of a soak at most")
     parser.add_argument("--soak-steps", type=int, default=STEPS_OF_AN_HOUR, help="of a soak; try --model soak with it")
+    parser.add_argument("--soak-rows", type=int, default=32)
     parser.add_argument("--weights", default="stored", choices=("stored", "fp8", "blocks"))
     parser.add_argument("--head", default="stored", choices=("stored", "fp8"))
+    parser.add_argument("--kv", default="auto", choices=("auto", "fp8"))
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     given = (arguments.rows, arguments.block, arguments.steps)
@@ -372,8 +374,9 @@ def main() -> None:
         if alone:
             shape = SHAPES[arguments.model]
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
             with torch.inference_mode():
-                model = served(shape, random_model(shape, device), blocks[0], steps[0])
+                model = served(shape, random_model(shape, device, dtype), blocks[0], steps[0])
                 if arguments.weights == "fp8":
                     assert isinstance(model.module, Decoder)
                     quantize(model.module)
@@ -403,7 +406,8 @@ def main() -> None:
                         bench_prompts(model, report, 8, 64, budget)
                         _tidy()
                 elif what == "soak":
-                    report(soak(model, arguments.soak_steps, arguments.seconds))
+                    traffic = Traffic(rows=arguments.soak_rows, pages=12 * arguments.soak_rows)
+                    report(soak(model, arguments.soak_steps, arguments.seconds, traffic))
                 else:
                     limits = BatchLimits(64, 2048, pages_ahead=True)
                     report({"bench": "memory", "step_gb": step_bytes(model, limits, PAGE) / 1e9})
