@@ -172,6 +172,8 @@ def _serve(settings: WorkerSettings, tracing: Tracing) -> ExitCode:
         )
 
     heartbeat = Heartbeat(heart, pulse, settings.beat_s, bridge.held, bridge.judge, announce, give_up)
+    if assembly.adapters is not None:
+        assembly.adapters.tell(metrics)
     metrics.watch(lambda: announce().free, lambda: heartbeat.age_s, lambda: assembly.forward.seconds)
     try:
         bridge.start(_ANNOUNCE_S)
