@@ -20,6 +20,8 @@ from kernels.rms_norm import rms_norm as _rms_norm
 from kernels.rope import rope as _rope
 from kernels.rope_write import rope_write as _rope_write
 from kernels.swiglu import swiglu as _swiglu
+from kernels.token_share import merge_shares as _merge_shares
+from kernels.token_share import token_share as _token_share
 from kernels.token_stats import token_stats as _token_stats
 
 attention = Op(_attention, twin("attention", "attention"))
@@ -34,6 +36,7 @@ kv_write = Op(_kv_write, twin("kv_write", "kv_write"))
 linear = Op(_linear, twin("linear", "linear"))
 lora = Op(_lora, twin("lora", "lora"))
 lora_swiglu = Op(_lora_swiglu, twin("lora", "lora_swiglu"))
+merge_shares = Op(_merge_shares, twin("token_share", "merge_shares"))
 rms_norm = Op(_rms_norm, twin("rms_norm", "rms_norm"))
 rms_norm_fp8 = Op(_rms_norm_fp8, twin("fp8", "rms_norm_fp8"))
 rope = Op(_rope, twin("rope", "rope"))
@@ -41,6 +44,7 @@ rope_write = Op(_rope_write, twin("rope", "rope_write"))
 route = Op(_route, twin("moe", "route"))
 swiglu = Op(_swiglu, twin("swiglu", "swiglu"))
 swiglu_fp8 = Op(_swiglu_fp8, twin("fp8", "swiglu_fp8"))
+token_share = Op(_token_share, twin("token_share", "token_share"))
 token_stats = Op(_token_stats, twin("token_stats", "token_stats"))
 
 OPS = {
@@ -56,6 +60,7 @@ OPS = {
     "linear": linear,
     "lora": lora,
     "lora_swiglu": lora_swiglu,
+    "merge_shares": merge_shares,
     "rms_norm": rms_norm,
     "rms_norm_fp8": rms_norm_fp8,
     "rope": rope,
@@ -63,5 +68,6 @@ OPS = {
     "route": route,
     "swiglu": swiglu,
     "swiglu_fp8": swiglu_fp8,
+    "token_share": token_share,
     "token_stats": token_stats,
 }

@@ -35,10 +35,10 @@ def uniform(seed: Tensor, position: Tensor, step: Tensor, lane: Tensor) -> Tenso
     return ((hash_words(seed, position, step, lane) >> 9).to(torch.float32) + 0.5) * 2.0**-23
 
 
-def gumbel(seed: Tensor, position: Tensor, step: Tensor, vocab_size: int) -> Tensor:
-    """Return [n, vocab_size] float32 standard Gumbel noise for [n] seeds, positions and steps.
+def gumbel(seed: Tensor, position: Tensor, step: Tensor, vocab_size: int, first: int = 0) -> Tensor:
+    """Return [n, vocab_size] float32 standard Gumbel noise for [n] seeds, positions and steps, of ids from `first` on.
 
     argmax(logits + noise) is a sample of softmax(logits).
     """
-    lane = torch.arange(vocab_size, device=seed.device)
+    lane = torch.arange(first, first + vocab_size, device=seed.device)
     return -(-uniform(seed[:, None], position[:, None], step[:, None], lane).log()).log()

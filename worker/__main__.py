@@ -85,10 +85,10 @@ def _serve(settings: WorkerSettings, tracing: Tracing) -> ExitCode:
     pulse = Pulse(settings.stuck_s)
     heart = Heart.connect(settings.redis_url, worker_id, name, settings.lease_ms, settings.partitions)
 
-    def give_up() -> NoReturn:
+    def give_up(code: ExitCode = ExitCode.STUCK) -> NoReturn:
         readiness.withdraw()
         logging.shutdown()
-        os._exit(ExitCode.STUCK)
+        os._exit(code)
 
     def info(state: WorkerState) -> WorkerInfo:
         return WorkerInfo(worker_id, name, state, slots=settings.max_rows, pid=os.getpid())
@@ -107,9 +107,14 @@ def _serve(settings: WorkerSettings, tracing: Tracing) -> ExitCode:
         heart, pulse, settings.beat_s, dict, lambda held, verdicts: None, lambda: info("loading"), give_up
     )
     loading.start()
+
+    def lost(why: str) -> NoReturn:
+        log.error("%s", why)
+        give_up(ExitCode.PEER_LOST)
+
     try:
         with pulse.declare(settings.load_s):
-            assembly = assemble(settings)
+            assembly = assemble(settings, lost)
     except ModelError as error:
         _complain(f"model: {error}")
         return ExitCode.BAD_MODEL
@@ -118,7 +123,7 @@ def _serve(settings: WorkerSettings, tracing: Tracing) -> ExitCode:
         return ExitCode.BAD_SETTINGS
     finally:
         loading.stop()
-    placement, load = assembly.placement, assembly.engine.load()
+    placement, load, group = assembly.placement, assembly.engine.load(), assembly.group
     log.info(
         "model loaded: %s (%s) on %s, %s, %d threads, %d KV pages, in %.1f s",
         name, assembly.spec.family, placement.device, placement.dtype, placement.threads, load.total_pages,
@@ -166,19 +171,20 @@ def _serve(settings: WorkerSettings, tracing: Tracing) -> ExitCode:
             pages_free=load.free_pages,
             reclaims=metrics.reclaims,
             pid=os.getpid(),
-            device=str(placement.device),
+            device=str(placement.device) if group is None else f"{placement.device} x{group.size}",
             version=_version(),
             adapters=tuple(assembly.adapters.names()) if assembly.adapters is not None else (),
         )
 
     heartbeat = Heartbeat(heart, pulse, settings.beat_s, bridge.held, bridge.judge, announce, give_up)
-    if assembly.adapters is not None:
-        assembly.adapters.tell(metrics)
+    metrics.show_ranks(1 if group is None else group.size)
     metrics.watch(lambda: announce().free, lambda: heartbeat.age_s, lambda: assembly.forward.seconds)
     try:
         bridge.start(_ANNOUNCE_S)
     except BridgeError as error:
         _complain(f"redis_url: {error}: {error.__cause__}")
+        if group is not None:
+            group.close()
         return ExitCode.REDIS_UNREACHABLE
     heartbeat.start()
     service.listen_to_signals()
@@ -189,6 +195,11 @@ def _serve(settings: WorkerSettings, tracing: Tracing) -> ExitCode:
     if probe is not None:
         probe.stop()
     log.info("worker ended: %s", code.name)
+    if group is not None:
+        group.close(clean=code is ExitCode.CLEAN)
+        if code is not ExitCode.CLEAN:
+            # Without the interpreter's end, which would wait for the ranks that are gone.
+            give_up(code)
     return code
 
 

@@ -27,6 +27,7 @@ from worker.engine.ports import Decision
 from worker.foresight import NO_SLOTS, Offer, Prices, at_least, foresee
 from worker.graphs import Answer, StepGraphs
 from worker.models.spec import Attention, Commit, ModelSpec
+from worker.parallel.graphs import LedGraphs
 from worker.runner import Runner, divisor, is_cut, is_greedy
 
 MAX_ROWS = 256
@@ -186,8 +187,6 @@ class AheadRunner:
         self._crowded = False
         """In the step that was read last a row found no room."""
         self._chosen = Counter[tuple[int, int, int]]()
-        self.last: tuple[int, int, int] | None = None
-        """Rows, slots and room of the step that was read last."""
         self.asked = self.postponed = 0
         """Rows that the device might have decided, and those of them that it did not."""
 
@@ -358,7 +357,6 @@ class AheadRunner:
     ) -> None:
         """Wait for a step and tell what it decided; note what the step behind it was asked for."""
         values = flight.answer.read()
-        self.last = len(values), flight.slots, flight.room
         flags, tokens = values[:, :2].unbind(1)
         confidence = values[:, 2].contiguous().view(torch.float32)
         columns = (flags.tolist(), tokens.tolist(), confidence.tolist())
@@ -399,4 +397,6 @@ def make_graphs(runner: Runner, max_rows: int) -> StepGraphs:
     width = -(-(spec.max_model_len + 2 * spec.block_length) // page_size)
     layout = Layout(spec.block_length, width, page_size, scratch)
     rows = min(max_rows, MAX_ROWS)
+    if runner.model.lead is not None:
+        return LedGraphs(runner, layout, rows)
     return StepGraphs(runner.model, runner.kv, runner.barred, runner.filler_ids, layout, rows, runner.bank)

@@ -27,8 +27,10 @@ from worker.memory import step_bytes
 from worker.metered import Metered
 from worker.models import LoadedModel, ModelError, load_model
 from worker.models.eight_bits import keep
-from worker.models.fp8 import quantize, quantize_head, runs_on_stored, with_small_pages
+from worker.models.fp8 import quantize_as_asked, runs_on_stored, with_small_pages
 from worker.models.spec import Commit, ModelSpec, kv_shapes
+from worker.parallel.leader import Leader, Lost, end_process
+from worker.parallel.opening import open_group
 from worker.runners import make_runner, runs_ahead
 from worker.settings import WorkerSettings
 
@@ -49,21 +51,36 @@ class Assembly:
     forward: Metered
     adapters: AdapterStore | None
     """None: without a model store there are none."""
+    group: Leader | None = None
+    """The other ranks of the model; None: there are none."""
 
 
-def assemble(settings: WorkerSettings) -> Assembly:
-    """Load the model and build its engine; raises `ModelError`, `DeviceError`."""
+def assemble(settings: WorkerSettings, lost: Lost = end_process) -> Assembly:
+    """Load the model and build its engine; raises `ModelError`, `DeviceError`.
+
+    `lost` is called when a rank that shares the model has ended.
+    """
     placement = place(settings.device, settings.dtype, settings.threads)
-    torch.set_num_threads(placement.threads)
-    model = load_model(settings.folder, device=placement.device, dtype=placement.dtype, need_tokenizer=True)
+    if settings.tensor_parallel == 1:
+        torch.set_num_threads(placement.threads)
+        model = load_model(settings.folder, device=placement.device, dtype=placement.dtype, need_tokenizer=True)
+        return _assemble(settings, placement, model, None)
+    placement, group = open_group(settings, placement, lost)
+    try:
+        torch.set_num_threads(placement.threads)
+        return _assemble(settings, placement, group.load(settings.folder, placement, need_tokenizer=True), group)
+    except BaseException:
+        group.close()
+        raise
+
+
+def _assemble(settings: WorkerSettings, placement: Placement, model: LoadedModel, group: Leader | None) -> Assembly:
     if settings.adapter is not None:
         model = with_adapter(model, settings.adapter.expanduser(), settings.adapter_block_length)
-    if settings.weights == "fp8" and not (isinstance(model.module, nn.Module) and quantize(model.module)):
-        raise ModelError(f"{settings.folder}: weights fp8: this family has no layers for them")
-    if settings.weights == "stored" and settings.adapter is None and isinstance(model.module, nn.Module):
+    as_stored = group is None and settings.weights == "stored" and settings.adapter is None
+    if as_stored and isinstance(model.module, nn.Module):
         keep(model.module, settings.folder, runs_on_stored)
-    if settings.head == "fp8" and not (isinstance(model.module, nn.Module) and quantize_head(model.module)):
-        raise ModelError(f"{settings.folder}: head fp8: this family has no such head, or its sides are odd")
+    quantize_as_asked(model.module, settings.weights, settings.head, settings.folder)
     if settings.kv_dtype == "fp8":
         model = with_small_pages(model, settings.folder)
     try:
@@ -80,7 +97,13 @@ def assemble(settings: WorkerSettings) -> Assembly:
     bank = _adapter_bank(settings, targets, adapters, model) if limits.pages_ahead else None
     # Adapters lie there once as they were loaded, and once side by side for the batch.
     kept = 2 * settings.lora_memory_mb * _MIB if adapters is not None else 0
-    cache = cache_shape(settings, model.spec, placement, lambda page_size: kept + step_bytes(model, limits, page_size))
+    cache = cache_shape(
+        settings,
+        model.spec,
+        placement,
+        lambda page_size: kept + step_bytes(model, limits, page_size),
+        free_memory(placement.device) if group is None else group.free_memory(placement.device),
+    )
     # A longer request could never run here, so nobody should be told that it may.
     capacity = cache.page_size * cache.num_pages
     spec = replace(model.spec, max_model_len=min(model.spec.max_model_len, capacity))
@@ -99,7 +122,8 @@ def assemble(settings: WorkerSettings) -> Assembly:
     def make_text(request: Generate, resume: Resume) -> TextStream:
         return TextStream(tokenizer, request.limits.stop, resume.text_length)
 
-    forward = Metered(guarded(runner))
+    # Where ranks share a step, one that has no memory for it leaves the others waiting: that is the end of them all.
+    forward = Metered(guarded(runner) if group is None else runner)
     engine = Engine(spec, cache, limits, forward, make_text, Guards(tokenizer, spec))
     card = card_of(
         settings.served_name,
@@ -110,7 +134,7 @@ def assemble(settings: WorkerSettings) -> Assembly:
         min(capacity, limits.largest_block) if cuts_windows(spec) else capacity,
         targets,
     )
-    return Assembly(engine, spec, tokenizer, card, placement, forward, adapters)
+    return Assembly(engine, spec, tokenizer, card, placement, forward, adapters, group)
 
 
 def _adapter_store(
@@ -140,15 +164,21 @@ def _adapter_bank(
 
 
 def cache_shape(
-    settings: WorkerSettings, spec: ModelSpec, placement: Placement, step_bytes: Callable[[int], int] = lambda _: 0
+    settings: WorkerSettings,
+    spec: ModelSpec,
+    placement: Placement,
+    step_bytes: Callable[[int], int] = lambda _: 0,
+    free: int | None = None,
 ) -> CacheShape:
     """Return the pages of the KV cache: as many as asked for, or as the memory holds beside the weights and the largest
-    step, whose bytes `step_bytes` finds out for pages of a size; and never more than all rows could fill."""
+    step, whose bytes `step_bytes` finds out for pages of a size; and never more than all rows could fill.
+
+    `free` are the bytes of the device beside the weights; None: it is the host's memory, which is not planned.
+    """
     page_size = settings.page_size or spec.block_length * max(1, _PAGE_TOKENS // spec.block_length)
     useful = settings.max_rows * -(-spec.max_model_len // page_size)
     if settings.num_pages is not None:
         return CacheShape(page_size, min(settings.num_pages, useful))
-    free = free_memory(placement.device)
     if settings.kv_cache_mb is not None:
         memory = settings.kv_cache_mb * _MIB
     elif free is not None:

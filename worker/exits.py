@@ -13,6 +13,7 @@ class ExitCode(IntEnum):
     5  STUCK             the decode loop stopped advancing; its requests move on with their leases
     6  INTERNAL          an error of the program; its requests move on with their leases
     7  INTERRUPTED       a second signal cut the drain short; likewise
+    8  PEER_LOST         a rank that holds a part of the model has ended; likewise
     """
 
     CLEAN = 0
@@ -22,3 +23,4 @@ class ExitCode(IntEnum):
     STUCK = 5
     INTERNAL = 6
     INTERRUPTED = 7
+    PEER_LOST = 8

@@ -25,6 +25,7 @@ from kernels.token_stats import Noise
 from worker.adapters.bank import AdapterBank
 from worker.models import LoadedModel
 from worker.models.layers import ForwardContext, LowRank, Pages
+from worker.parallel.proposing import propose
 
 Captured = TypeVar("Captured")
 
@@ -86,6 +87,7 @@ class StepGraphs:
         hidden = (max_rows * layout.block, model.spec.hidden_size)
         self._hidden = torch.zeros(hidden, dtype=model.dtype, device=device)
         self._decides = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._offsets = torch.arange(2 * max_rows + 1, dtype=torch.int32, device=device) * layout.block
         self._plain = torch.ones(max_rows * layout.block, device=device)
         self._layers: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
         self._heads: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
@@ -189,9 +191,9 @@ class StepGraphs:
         """Run the forward of the rows' positions and the slots'; keep what the head needs."""
         query = kernels.canvas_query(self.state[:rows], self.layout, slots)
         lora = self._lora(query) if adapted else None
-        context = ForwardContext(self._plan(rows, slots, query), query.positions, self._kv, lora=lora)
-        hidden = self._model.module.forward(query.token_ids, context)
-        torch.index_select(hidden, 0, query.own, out=self._hidden[: rows * self.layout.block])
+        context = ForwardContext(self._plan(rows + slots, query), query.positions, self._kv, lora=lora)
+        own = rows * self.layout.block
+        self._hidden[:own].copy_(self._model.module.forward(query.token_ids, context)[:own])
         self._decides[:rows].copy_(query.decides)
 
     def _lora(self, query: Query) -> LowRank:
@@ -207,10 +209,10 @@ class StepGraphs:
         """Propose, accept and move the rows on; return the answer."""
         state, layout = self.state[:rows], self.layout
         wanted = kernels.canvas_wanted(state, layout, self._decides[:rows], room)
-        logits = self._model.module.logits(self._hidden.index_select(0, wanted.sources))
         drawn, seed, position, step = wanted.draws.unbind()
-        found = kernels.token_stats(
-            logits,
+        found = propose(
+            self._model.module,
+            self._hidden.index_select(0, wanted.sources),
             wanted.temperature,
             self._barred,
             noise=Noise(None, seed, position, step, drawn != 0),
@@ -228,19 +230,18 @@ class StepGraphs:
             self._model.spec.mask_token_id,
         )
 
-    def _plan(self, rows: int, slots: int, query: Query) -> AttentionPlan:
+    def _plan(self, asks: int, query: Query) -> AttentionPlan:
         layout = self.layout
         if not self._on_gpu:
-            return _reference_plan(query, layout, self._model.dtype)
-        asks, reach = rows + slots, layout.pages * layout.page_size
-        longest = layout.block * (2 if slots else 1)
+            return _reference_plan(query, asks, layout, self._model.dtype)
+        tokens, reach = asks * layout.block, layout.pages * layout.page_size
         return AttentionPlan(
             slots=query.slots,
-            row_offsets=query.offsets,
+            row_offsets=self._offsets[: asks + 1],
             visible_end=query.visible_end,
             page_table=query.page_table,
             # The kernel needs no more of its groups than the longest query.
-            groups=(RowGroup(slice(0, asks * layout.block), slice(0, 0), asks, longest, reach, None),),
+            groups=(RowGroup(slice(0, tokens), slice(0, 0), asks, layout.block, reach, None),),
         )
 
 
@@ -256,16 +257,13 @@ def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:
     return median(times)
 
 
-def _reference_plan(query: Query, layout: Layout, dtype: torch.dtype) -> AttentionPlan:
+def _reference_plan(query: Query, asks: int, layout: Layout, dtype: torch.dtype) -> AttentionPlan:
     """Return a plan with the groups that the reference needs, which are facts on the host."""
-    offsets, ends, tables = query.offsets.tolist(), query.visible_end.tolist(), query.page_table.tolist()
-    begins = query.positions.tolist()
-    rows = [(first, behind, table) for first, behind, table in zip(offsets, offsets[1:], tables, strict=False)]
-    rows = [(first, behind, table) for first, behind, table in rows if first < behind]
+    ends = query.visible_end.view(asks, -1).tolist()
     plan = plan_attention(
-        [begins[first] for first, _, _ in rows],
-        [ends[first:behind] for first, behind, _ in rows],
-        [table for _, _, table in rows],
+        query.positions.view(asks, -1)[:, 0].tolist(),
+        ends,
+        query.page_table.tolist(),
         layout.page_size,
         device=query.slots.device,
         dtype=dtype,

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels.attention import plan_attention, upload
+from kernels.attention import upload
 from kernels.token_stats import Filters, Noise, Proposals
 from shared.commands import Sampling
 from shared.events import TokenLogprob
 from worker.adapters.bank import AdapterBank
 from worker.adapters.stack import AdapterStack, Residents
+from worker.batch import Batch, run_batch
 from worker.constraints.filling import Filling
 from worker.decoding import decide, needs_entropy, needs_margin
 from worker.decoding.stops_last import rank_without
@@ -24,8 +25,10 @@ from worker.engine.ports import Decision
 from worker.logit_edits import edit_logits
 from worker.logprobs import report
 from worker.models import LoadedModel
-from worker.models.layers import ForwardContext, LowRank, Pages
+from worker.models.layers import LowRank, Pages
 from worker.models.spec import NO_MASK, ModelSpec
+from worker.parallel.messages import Join, MakePages
+from worker.parallel.proposing import propose, propose_message
 
 # Logits live in float32 while they are looked at; more positions than this many elements allow go one part after
 # another.
@@ -53,10 +56,21 @@ class Runner:
         There is one page more, number `num_pages`: for writes that nobody reads.
         """
         spec = model.spec
+        if model.lead is not None:
+            model.lead.tell(
+                MakePages(
+                    num_pages,
+                    page_size,
+                    spec.text_vocab_size,
+                    spec.mask_token_id,
+                    spec.never_sampled,
+                    spec.filler_ids,
+                    model.kv_dtype is not None,
+                )
+            )
         self.model = model
         self._module = model.module
         self._spec = spec
-        self._dtype = model.dtype
         self._device = torch.device(device)
         self.page_size = page_size
         self.num_pages = num_pages
@@ -91,41 +105,11 @@ class Runner:
 
     def _forward(self, plan: Plan, sources: list[int]) -> Tensor:
         """Return the hidden states [sources, hidden] that the proposals are read from."""
-        guided = [(row, row.guide) for row in plan.rows if row.guide is not None]
-        rows = [*plan.rows, *(row for row, _ in guided)]
-        starts = [row.start for row in rows]
-        pages = [row.pages for row in plan.rows] + [guide.pages for _, guide in guided]
-        near = None
-        if self._spec.sliding_window:
-            views = [row.near or () for row in rows]
-            near = plan_attention(
-                starts,
-                [[end for _, end in view] for view in views],
-                pages,
-                self.page_size,
-                device=self._device,
-                dtype=self._dtype,
-                visible_start=[[start for start, _ in view] for view in views],
-            )
-        context = ForwardContext(
-            attention=plan_attention(
-                starts,
-                [row.visible_end for row in rows],
-                pages,
-                self.page_size,
-                device=self._device,
-                dtype=self._dtype,
-            ),
-            positions=self._integers(
-                [position for row in rows for position in row.positions or range(row.start, row.end)]
-            ),
-            kv=self.kv,
-            near=near,
-            lora=self._lora(rows),
-        )
-        inputs = [row.token_ids for row in plan.rows] + [guide.token_ids for _, guide in guided]
-        token_ids = self._integers([token for ids in inputs for token in ids])
-        return self._module.forward(token_ids, context, self._integers(sources))
+        batch = Batch.of(plan, sources, has_window=bool(self._spec.sliding_window))
+        lora = self._lora([*plan.rows, *(row for row in plan.rows if row.guide is not None)])
+        if self.model.lead is not None:
+            self.model.lead.tell(batch)
+        return run_batch(self.model, batch, self.kv, self.page_size, self._device, lora)
 
     def _lora(self, rows: ReadOnly[Row]) -> LowRank | None:
         if self._adapters is None:
@@ -142,12 +126,19 @@ class Runner:
         entropy, margin = needs_entropy(decodings), needs_margin(decodings)
         part, wanted = max(1, LOGITS_AT_ONCE // self._spec.vocab_size), len(canvases.owners)
         parts = [
-            self._rank(
-                self._logits(hidden, canvases, start, min(start + part, wanted)), canvases, start, entropy, margin
-            )
+            self._propose_part(hidden, canvases, start, min(start + part, wanted), entropy, margin)
             for start in range(0, wanted, part)
         ]
         return parts[0] if len(parts) == 1 else _join(parts)
+
+    def _propose_part(
+        self, hidden: Tensor, canvases: "_Canvases", start: int, end: int, entropy: bool, margin: bool
+    ) -> Proposals:
+        if self.model.lead is None or not canvases.needs_no_logits(start, end):
+            return self._rank(self._logits(hidden, canvases, start, end), canvases, start, entropy, margin)
+        draws = self._draws(canvases, start, end)
+        self.model.lead.tell(propose_message(start, end, entropy, margin, **draws))
+        return propose(self._module, hidden[start:end], barred=self.barred, entropy=entropy, margin=margin, **draws)
 
     def _rank(self, logits: Tensor, canvases: "_Canvases", start: int, entropy: bool, margin: bool) -> Proposals:
         """Return proposals for the wanted positions from `start` on, by their logits [n, vocab]."""
@@ -172,15 +163,23 @@ class Runner:
 
     def _logits(self, hidden: Tensor, canvases: "_Canvases", start: int, end: int) -> Tensor:
         """Return [end - start, vocab] for the wanted positions [start, end), guided ones moved by their guides."""
-        logits = self._module.logits(hidden[start:end])
+        logits = self._join_logits(hidden, range(start, end))
         guided = [(i, source) for i, source in enumerate(canvases.guided[start:end]) if source is not None]
         if not guided:
             return logits
         rows = self._integers([i for i, _ in guided])
-        guide = self._module.logits(hidden[self._integers([len(canvases.owners) + source for _, source in guided])])
+        guide = self._join_logits(hidden, [len(canvases.owners) + source for _, source in guided])
         scale = self._floats([canvases.scales[canvases.owners[start + i]] for i, _ in guided])[:, None]
         own = logits[rows]
         return logits.float().index_copy(0, rows, guide + (scale + 1) * (own - guide))
+
+    def _join_logits(self, hidden: Tensor, places: ReadOnly[int]) -> Tensor:
+        """Return [places, vocab] of hidden states, from all ranks."""
+        if self.model.lead is not None:
+            self.model.lead.tell(Join([*places]))
+        if isinstance(places, range):
+            return self._module.logits(hidden[places.start : places.stop])
+        return self._module.logits(hidden[self._integers(places)])
 
     def _draws(self, canvases: "_Canvases", start: int, end: int) -> "_Draws":
         """Return how the wanted positions [start, end) are drawn, naming only what departs from plain argmax."""
@@ -331,6 +330,18 @@ class _Canvases:
     @property
     def guarded_members(self) -> dict[int, Canvas]:
         return {number: canvas for number, canvas in enumerate(self.members) if canvas.guarded is not None}
+
+    def needs_no_logits(self, start: int, end: int) -> bool:
+        """Tell whether statistics are all that the wanted positions [start, end) need of their logits."""
+        members = [self.members[owner] for owner in set(self.owners[start:end])]
+        return all(each is None for each in self.guided[start:end]) and not any(
+            canvas.edits
+            or canvas.logprobs is not None
+            or canvas.guarded is not None
+            or is_cut(canvas)
+            or (canvas.decoding.stops_last and canvas.stop_token_ids)
+            for canvas in members
+        )
 
     def keep(self, owners: ReadOnly[int], logits: Tensor, own: Tensor) -> None:
         """Keep the logits [n, vocab] of the positions of guarded canvases; `owners` [n] tells whose they are."""

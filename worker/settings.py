@@ -34,6 +34,13 @@ class WorkerSettings(ServiceSettings):
         default="stored",
         description="fp8: the vocabulary head too runs on weights of 8 bits, made at load with a scale for each token.",
     )
+    tensor_parallel: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="GPUs of this host that share the model, one process each (on a CPU just processes); experts are "
+        "shared out as well. Excludes adapters.",
+    )
     threads: int = Field(
         default=0, ge=0, le=1024, description="Threads of CPU arithmetic; 0: all cores but one, which serves the queue."
     )
@@ -118,6 +125,10 @@ class WorkerSettings(ServiceSettings):
             raise ValueError("num_pages and kv_cache_mb exclude each other")
         if self.adapter_block_length is not None and self.adapter is None:
             raise ValueError("adapter_block_length needs an adapter")
+        if self.tensor_parallel > 1:
+            for name in ("adapter", "model_store"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name}: adapters cannot be used with tensor_parallel {self.tensor_parallel}")
         check_model_name(self.served_name)
         if not self.redis_url.startswith(("redis://", "rediss://", "unix://", "redis+sentinel://")):
             raise ValueError("redis_url must begin with redis://, rediss://, unix:// or redis+sentinel://")

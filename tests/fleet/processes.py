@@ -59,6 +59,15 @@ class WorkerProcess:
     def alive(self) -> bool:
         return self._process.poll() is None
 
+    @property
+    def children(self) -> list[int]:
+        """Process ids of the ranks that share the worker's model."""
+        return [
+            int(pid)
+            for path in Path(f"/proc/{self._process.pid}/task").glob("*/children")
+            for pid in path.read_text().split()
+        ]
+
     def send(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 

@@ -24,14 +24,16 @@ SEED = 11
 class Pair:
     """Two live workers; whoever is gone is replaced before the next test."""
 
-    def __init__(self, spawn: SpawnWorker) -> None:
+    def __init__(self, spawn: SpawnWorker, name: str = NAME, *flags: str) -> None:
         self._spawn = spawn
+        self._name = name
+        self._flags = flags
         self._workers: list[WorkerProcess] = []
         self._calm: list[Event] = []
 
     def complete(self) -> "Pair":
         self._workers = [worker for worker in self._workers if worker.alive and worker.ready]
-        fresh = [self._spawn(NAME, "--drain-s", "0") for _ in range(2 - len(self._workers))]
+        fresh = [self._spawn(self._name, "--drain-s", "0", *self._flags) for _ in range(2 - len(self._workers))]
         self._workers += [worker.wait_ready() for worker in fresh]
         return self
 
@@ -44,7 +46,7 @@ class Pair:
     async def undisturbed(self, fleet: FleetClient) -> list[Event]:
         """Return the events of the same request under another id, in peace."""
         if not self._calm:
-            self._calm = await collect(fleet.run(sequential(NAME, LENGTH, seed=SEED)))
+            self._calm = await collect(fleet.run(sequential(self._name, LENGTH, seed=SEED)))
             assert_whole(self._calm)
             assert len(owners(self._calm)) == 1
         return self._calm

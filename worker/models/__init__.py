@@ -3,7 +3,7 @@
 import importlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,9 @@ from worker.models.checkpoint import Checkpoint, ModelError, read_checkpoint
 from worker.models.eight_bits import check_format
 from worker.models.layers import ForwardContext
 from worker.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from worker.parallel.messages import Message
 
 __all__ = ["FAMILIES", "Denoiser", "LoadedModel", "ModelError", "load_checkpoint", "load_model"]
 
@@ -56,6 +59,12 @@ class Family(Protocol):
     def build(self, checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype) -> nn.Module: ...
 
 
+class Lead(Protocol):
+    """Tells the other ranks what this one is about to do on its device; see `worker.parallel`."""
+
+    def tell(self, message: "Message") -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     spec: ModelSpec
@@ -64,6 +73,8 @@ class LoadedModel:
     dtype: torch.dtype
     kv_dtype: torch.dtype | None = None
     """e4m3: keys and values lie in pages of 8 bits, with scales; None: as the arithmetic is."""
+    lead: "Lead | None" = None
+    """The other ranks, where several share the model: they do what they are told. None: there are none."""
 
 
 def load_model(
@@ -85,12 +96,16 @@ def load_checkpoint(
     checkpoint: Checkpoint, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> LoadedModel:
     """Load a checkpoint whose config files are read. Raises `ModelError`."""
+    device = torch.device(device)
+    spec, module = build_module(checkpoint, device=device, dtype=dtype)
+    return LoadedModel(spec, cast(Denoiser, module.eval()), device, dtype)
+
+
+def build_module(checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype) -> tuple[ModelSpec, nn.Module]:
+    """Return a checkpoint's facts and its module, filled by the checkpoint's loader. Raises `ModelError`."""
     family = _find_family(checkpoint)
     check_format(checkpoint)
-    device = torch.device(device)
-    spec = family.read_spec(checkpoint)
-    module = family.build(checkpoint, device=device, dtype=dtype).eval()
-    return LoadedModel(spec, cast(Denoiser, module), device, dtype)
+    return family.read_spec(checkpoint), family.build(checkpoint, device=device, dtype=dtype)
 
 
 def _find_family(checkpoint: Checkpoint) -> Family:

@@ -7,7 +7,7 @@ from worker.models.facts import gather_facts
 from worker.models.layers import Decoder, LayerShape
 from worker.models.qwen import build_decoder, name_slots, read_shape, refuse
 from worker.models.spec import NO_MASK, Attention, Commit, ModelSpec
-from worker.models.weights import load_weights
+from worker.models.weights import fill
 
 
 def read_spec(checkpoint: Checkpoint) -> ModelSpec:
@@ -27,7 +27,7 @@ def read_spec(checkpoint: Checkpoint) -> ModelSpec:
 def build(checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype) -> Decoder:
     """Return the module with the checkpoint's weights. Raises `ModelError`."""
     decoder = build_decoder(checkpoint, _read_shape(checkpoint), device=device, dtype=dtype)
-    load_weights(checkpoint.folder, *name_slots(decoder))
+    fill(checkpoint, *name_slots(decoder))
     return decoder
 
 

@@ -1,12 +1,13 @@
 """A model folder as facts: its config files, and the special ids that are spread over them."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
 
 from shared.decoding import Decoding, Threshold
 
@@ -26,6 +27,9 @@ class Tokenizer:
     eos_id: int | None
 
 
+Loader = Callable[[Path, Mapping[str, tuple[Tensor, ...]], frozenset[str]], None]
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     folder: Path
@@ -34,6 +38,9 @@ class Checkpoint:
     generation: Mapping[str, Any]
     """generation_config.json; empty if there is none."""
     tokenizer: Tokenizer | None
+    loader: Loader | None = None
+    """Who takes the places of all tensors, and those that may be there without one; None: all are filled as they are
+    stored."""
 
     def integer(self, key: str, default: int | None = None) -> int:
         """Return a positive whole number of config.json. Raises `ModelError`."""

@@ -17,6 +17,14 @@ _ROWS_AT_ONCE = 16_384
 """A head is quantized in parts: in float32 it would take four times its room."""
 
 
+def quantize_as_asked(module: object, weights: str, head: str, folder: Path) -> None:
+    """Do what the settings `weights` and `head` ask for. Raises `ModelError`, naming the folder of the model."""
+    if weights == "fp8" and not (isinstance(module, nn.Module) and quantize(module)):
+        raise ModelError(f"{folder}: weights fp8: this family has no layers for them")
+    if head == "fp8" and not (isinstance(module, nn.Module) and quantize_head(module)):
+        raise ModelError(f"{folder}: head fp8: this family has no such head, or its sides are odd")
+
+
 def quantize(module: nn.Module) -> int:
     """Turn the linears of a decoder's layers into e4m3, in place; return how many are.
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +51,51 @@ class LayerShape:
     rotary_dim: int = 0
     """Leading components of a head that are rotated; 0: all."""
     moe: MoeShape | None = None
+
+
+class Peers(Protocol):
+    """The ranks that hold the other shares of a decoder; see `worker.parallel`. All of them call the same, in order."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of all ranks' x, the same bits on each; x may be overwritten."""
+        ...
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return [size, *x.shape]: every rank's x, in order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyShare:
+    """The ids whose embedding and logits a rank has."""
+
+    first: int
+    end: int
+    whole: int
+    """Size of the vocabulary."""
+    peers: Peers
+
+    @property
+    def width(self) -> int:
+        """The most that one rank has."""
+        return -(-self.whole // self.peers.size)
+
+    def embed(self, token_ids: Tensor, embedding: Tensor) -> Tensor:
+        """Return [tokens, hidden] for all ids, of which the rows of `embedding` are this rank's."""
+        place = token_ids - self.first
+        inside = (place >= 0) & (place < self.end - self.first)
+        return self.peers.sum(F.embedding(place * inside, embedding) * inside[:, None])
+
+    def join(self, logits: Tensor) -> Tensor:
+        """Return [n, whole] of the logits [n, share] that each rank has."""
+        parts = self.peers.gather(F.pad(logits, (0, self.width - logits.shape[1])))
+        return parts.permute(1, 0, 2).flatten(1)[:, : self.whole]
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,10 +334,15 @@ class MoeMLP(nn.Module):
         self.down = empty_parameter(moe.experts, hidden, moe.inner, device=device, dtype=dtype)
         shared = replace(shape, intermediate_size=moe.shared_inner)
         self.shared = GatedMLP(shared, device=device, dtype=dtype) if moe.shared_inner else None
+        self.first_expert = 0
+        """Of those that lie here; the others' parts are added by the ranks that have them."""
 
     def forward(self, x: Tensor, context: ForwardContext | None = None) -> Tensor:
         logits = F.linear(x.float(), self.router)
         ids, weights = kernels.route(logits, self.rule, self.selection_bias)
+        if len(self.down) < len(self.router):
+            ids = ids - self.first_expert
+            ids = ids.masked_fill((ids < 0) | (ids >= len(self.down)), -1)
         routed = kernels.experts(x, ids, weights, self.gate_up, self.down)
         return routed if self.shared is None else routed + self.shared.forward(x, context)
 
@@ -309,6 +360,8 @@ class DecoderLayer(nn.Module):
             self.mlp = GatedMLP(shape, device=device, dtype=dtype)
         else:
             self.mlp = MoeMLP(shape, shape.moe, device=device, dtype=dtype)
+        self.peers: Peers | None = None
+        """Ranks with the other heads, columns and experts of this layer."""
 
     def forward(
         self, x: Tensor, residual: Tensor | None, rotation: Rotation, context: ForwardContext
@@ -318,12 +371,15 @@ class DecoderLayer(nn.Module):
             normed, residual = self.attention_norm.quantized(x, residual, qkv)
         else:
             normed, residual = self.attention_norm.forward(x, residual)
-        attended = self.attention.forward(normed, rotation, context)
+        attended = self._whole(self.attention.forward(normed, rotation, context))
         if isinstance(self.mlp, GatedMLP) and self.mlp.gate_up.takes_quantized(context):
             small, residual = self.mlp_norm.quantized(attended, residual, self.mlp.gate_up)
-            return self.mlp.quantized(small, attended.dtype), residual
+            return self._whole(self.mlp.quantized(small, attended.dtype)), residual
         normed, residual = self.mlp_norm.forward(attended, residual)
-        return self.mlp.forward(normed, context), residual
+        return self._whole(self.mlp.forward(normed, context)), residual
+
+    def _whole(self, part: Tensor) -> Tensor:
+        return part if self.peers is None else self.peers.sum(part)
 
 
 class Decoder(nn.Module):
@@ -351,10 +407,15 @@ class Decoder(nn.Module):
         )
         self.head_scale: nn.Parameter | None = None
         """[vocab_size] float32 beside a head of 8 bits."""
+        self.share: VocabularyShare | None = None
+        """None: all of the vocabulary is here."""
 
     def forward(self, token_ids: Tensor, context: ForwardContext, wanted: Tensor | None = None) -> Tensor:
         """Write the keys and values of token_ids [tokens]; return hidden states [wanted or tokens, hidden]."""
-        x = F.embedding(token_ids, self.embedding)
+        if self.share is None:
+            x = F.embedding(token_ids, self.embedding)
+        else:
+            x = self.share.embed(token_ids, self.embedding)
         rotation = self.rotary.forward(context.positions)
         residual = None
         for layer in self.layers:
@@ -366,6 +427,11 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return [n, vocab] for the hidden states [n, hidden]."""
+        logits = self.own_logits(hidden)
+        return logits if self.share is None else self.share.join(logits)
+
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """Return [n, share] of the ids that are here."""
         if self.head_scale is None:
             return kernels.linear(hidden, self.head)
         return kernels.fp8_linear(hidden, self.head, self.head_scale)

@@ -13,7 +13,7 @@ from worker.models.facts import gather_facts
 from worker.models.layers import Decoder, GatedMLP, LayerShape
 from worker.models.qwen import build_decoder, name_pieces, read_shape, refuse
 from worker.models.spec import Attention, Commit, ModelSpec
-from worker.models.weights import load_weights
+from worker.models.weights import fill
 
 # Ids of the released checkpoints: the mask, and `<|eot_id|>`, which ends a turn before `<|endoftext|>` fills the rest.
 MASK_TOKEN_ID = 126336
@@ -58,7 +58,7 @@ def build(checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype) -
     """Return the module with the checkpoint's weights. Raises `ModelError`."""
     checkpoint = _in_llama_keys(checkpoint)
     decoder = build_decoder(checkpoint, _read_shape(checkpoint), device=device, dtype=dtype)
-    load_weights(checkpoint.folder, *_name_slots(decoder))
+    fill(checkpoint, *_name_slots(decoder))
     return decoder
 
 

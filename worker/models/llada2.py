@@ -9,7 +9,7 @@ from worker.models.facts import gather_facts
 from worker.models.layers import Decoder, LayerShape, MoeShape
 from worker.models.qwen import build_decoder, name_ends, name_mlp, name_pieces, read_shape, refuse
 from worker.models.spec import Attention, ModelSpec
-from worker.models.weights import load_weights, stored_names
+from worker.models.weights import fill, stored_names
 
 # The id in the released checkpoints, which all share one tokenizer.
 MASK_TOKEN_ID = 156895
@@ -47,7 +47,7 @@ def build(checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype) -
             slots[f"{prefix}attention.key_layernorm.weight"] = attention.head_norm[heads:].unbind(0)
         slots[f"{prefix}input_layernorm.weight"] = (layer.attention_norm.weight,)
         slots[f"{prefix}post_attention_layernorm.weight"] = (layer.mlp_norm.weight,)
-    load_weights(checkpoint.folder, slots, frozenset(ignored))
+    fill(checkpoint, slots, frozenset(ignored))
     return decoder
 
 

@@ -9,7 +9,7 @@ from worker.models.facts import gather_facts
 from worker.models.layers import Decoder, LayerShape, MoeShape
 from worker.models.qwen import build_decoder, name_slots, read_shape, refuse
 from worker.models.spec import Attention, Commit, ModelSpec
-from worker.models.weights import load_weights, stored_names
+from worker.models.weights import fill, stored_names
 
 # No config file of the released checkpoints names it.
 MASK_TOKEN_ID = 156895
@@ -34,7 +34,7 @@ def read_spec(checkpoint: Checkpoint) -> ModelSpec:
 def build(checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype) -> Decoder:
     """Return the module with the checkpoint's weights. Raises `ModelError`."""
     decoder = build_decoder(checkpoint, _read_shape(checkpoint), device=device, dtype=dtype)
-    load_weights(checkpoint.folder, *name_slots(decoder, stored_names(checkpoint.folder)))
+    fill(checkpoint, *name_slots(decoder, stored_names(checkpoint.folder)))
     return decoder
 
 

@@ -7,7 +7,7 @@ from worker.models.facts import gather_facts
 from worker.models.layers import Decoder, LayerShape, Linear
 from worker.models.qwen import build_decoder, name_slots, read_shape
 from worker.models.spec import Attention, Commit, ModelSpec
-from worker.models.weights import load_weights
+from worker.models.weights import fill
 
 MASK_TOKEN_ID = 100
 BLOCK_LENGTH = 32
@@ -37,8 +37,8 @@ def build(checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype) -
     for module in decoder.modules():
         if isinstance(module, Linear):
             module.pieces = {_rename(name): rows for name, rows in module.pieces.items()}
-    load_weights(
-        checkpoint.folder,
+    fill(
+        checkpoint,
         {_rename(name): places for name, places in slots.items()},
         frozenset(_rename(name) for name in ignored),
     )

@@ -7,7 +7,7 @@ from worker.models.facts import gather_facts
 from worker.models.layers import Decoder
 from worker.models.qwen import build_decoder, name_slots, read_shape
 from worker.models.spec import Attention, ModelSpec
-from worker.models.weights import load_weights
+from worker.models.weights import fill
 
 # The id in the released checkpoints, which all share one tokenizer.
 MASK_TOKEN_ID = 151669
@@ -31,5 +31,5 @@ def build(checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype) -
     biased = checkpoint.config.get("attention_bias") is True
     shape = read_shape(checkpoint, head_norm=True, qkv_bias=biased, out_bias=biased)
     decoder = build_decoder(checkpoint, shape, device=device, dtype=dtype)
-    load_weights(checkpoint.folder, *name_slots(decoder))
+    fill(checkpoint, *name_slots(decoder))
     return decoder

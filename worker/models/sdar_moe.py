@@ -9,7 +9,7 @@ from worker.models.layers import Decoder, LayerShape, MoeShape
 from worker.models.qwen import build_decoder, name_slots, read_shape
 from worker.models.sdar import BLOCK_LENGTH, MASK_TOKEN_ID
 from worker.models.spec import Attention, ModelSpec
-from worker.models.weights import load_weights, stored_names
+from worker.models.weights import fill, stored_names
 
 
 def read_spec(checkpoint: Checkpoint) -> ModelSpec:
@@ -27,7 +27,7 @@ def read_spec(checkpoint: Checkpoint) -> ModelSpec:
 def build(checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype) -> Decoder:
     """Return the module with the checkpoint's weights. Raises `ModelError`."""
     decoder = build_decoder(checkpoint, _read_shape(checkpoint), device=device, dtype=dtype)
-    load_weights(checkpoint.folder, *name_slots(decoder, stored_names(checkpoint.folder)))
+    fill(checkpoint, *name_slots(decoder, stored_names(checkpoint.folder)))
     return decoder
 
 

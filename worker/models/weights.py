@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kernels.fp8 import BLOCK, dequantize
-from worker.models.checkpoint import ModelError
+from worker.models.checkpoint import Checkpoint, ModelError
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -29,6 +29,14 @@ def stored_names(folder: Path) -> frozenset[str]:
     return frozenset(locate(folder))
 
 
+def fill(checkpoint: Checkpoint, slots: Slots, ignored: frozenset[str] = frozenset()) -> None:
+    """Copy every tensor of the checkpoint to its places, or hand the places to who takes a share of them.
+
+    Raises what `load_weights` raises.
+    """
+    (checkpoint.loader or load_weights)(checkpoint.folder, slots, ignored)
+
+
 def load_weights(folder: Path, slots: Slots, ignored: frozenset[str] = frozenset()) -> None:
     """Copy every tensor of the checkpoint to its places.
 
@@ -37,14 +45,7 @@ def load_weights(folder: Path, slots: Slots, ignored: frozenset[str] = frozenset
     """
     places = locate(folder)
     scales = scale_names(places)
-    missing = sorted(slots.keys() - places.keys() - ignored)
-    if missing:
-        raise ModelError(f"{folder}: {len(missing)} tensors are missing: {_some(missing)}")
-    extra = sorted(places.keys() - slots.keys() - ignored - {scales[name] for name in slots.keys() & scales.keys()})
-    if extra:
-        raise ModelError(f"{folder}: {len(extra)} tensors have no place in this architecture: {_some(extra)}")
-    for path in sorted(set(places.values())):
-        names = [name for name, at in places.items() if at == path and name in slots]
+    for path, names in match_names(folder, slots, ignored).items():
         try:
             with safe_open(path, framework="pt") as file:
                 for name in names:
@@ -57,11 +58,35 @@ def load_weights(folder: Path, slots: Slots, ignored: frozenset[str] = frozenset
             raise ModelError(f"{path}: {error}") from error
 
 
+def match_names(folder: Path, slots: Slots, ignored: frozenset[str] = frozenset()) -> dict[Path, list[str]]:
+    """Return for each file of the checkpoint those of its tensors that have places.
+
+    Raises `ModelError` naming tensors that are missing or unknown.
+    """
+    places = locate(folder)
+    scales = scale_names(places)
+    missing = sorted(slots.keys() - places.keys() - ignored)
+    if missing:
+        raise ModelError(f"{folder}: {len(missing)} tensors are missing: {_some(missing)}")
+    extra = sorted(places.keys() - slots.keys() - ignored - {scales[name] for name in slots.keys() & scales.keys()})
+    if extra:
+        raise ModelError(f"{folder}: {len(extra)} tensors have no place in this architecture: {_some(extra)}")
+    return {
+        path: [name for name, at in places.items() if at == path and name in slots]
+        for path in sorted(set(places.values()))
+    }
+
+
+def check_type(path: Path, name: str, dtype: torch.dtype) -> None:
+    """Raise `ModelError` for weights that are no floating point numbers, or small ones without scales."""
+    if not dtype.is_floating_point:
+        raise ModelError(f"{path}: {name} is {dtype}; a floating point type was expected")
+    if dtype.itemsize == 1:
+        raise ModelError(f"{path}: {name} is {dtype}, but no {name}_scale or {name}_scale_inv is there")
+
+
 def _fill(path: Path, name: str, places: tuple[Tensor, ...], value: Tensor) -> None:
-    if not value.is_floating_point():
-        raise ModelError(f"{path}: {name} is {value.dtype}; a floating point type was expected")
-    if value.itemsize == 1:
-        raise ModelError(f"{path}: {name} is {value.dtype}, but no {name}_scale or {name}_scale_inv is there")
+    check_type(path, name, value.dtype)
     for place in places:
         if value.shape != place.shape:
             raise ModelError(f"{path}: {name} has shape {list(value.shape)}; config.json asks for {list(place.shape)}")

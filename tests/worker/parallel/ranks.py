@@ -1,0 +1,51 @@
+"""Models that are shared by several processes of this machine."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from worker.device import Placement
+from worker.models import LoadedModel
+from worker.parallel.leader import Leader
+from worker.parallel.messages import Start
+
+CPU = Placement(torch.device("cpu"), torch.float32, 1)
+
+
+@contextmanager
+def shared_model(folder: Path, size: int = 2, placement: Placement = CPU) -> Iterator[LoadedModel]:
+    """Lead `size` - 1 other processes, each with its share of the folder's model."""
+    start = Start(
+        rank=0,
+        size=size,
+        meeting="",
+        folder=str(folder),
+        device=placement.device.type,
+        dtype=str(placement.dtype).removeprefix("torch."),
+        threads=placement.threads,
+        weights="stored",
+        head="stored",
+        log_level="warning",
+        log_format="text",
+    )
+    leader = Leader(start)
+    try:
+        yield leader.load(folder, placement)
+        leader.close(clean=True)
+    finally:
+        leader.close()
+
+
+def copy_with_config(source: Path, folder: Path, **changes: Any) -> Path:
+    """Return `folder` with links to the files of a checkpoint, and its config.json changed."""
+    folder.mkdir(parents=True)
+    for path in source.iterdir():
+        if path.name != "config.json":
+            (folder / path.name).symlink_to(path)
+    config = json.loads((source / "config.json").read_bytes()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

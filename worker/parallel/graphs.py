@@ -1,0 +1,63 @@
+"""Captured steps on all ranks: each has the canvases and its own graphs, and rank 0 says what is launched."""
+
+from collections.abc import Sequence as ReadOnly
+from dataclasses import asdict
+from typing import Any
+
+from kernels.canvas import Layout
+from worker.graphs import Answer, StepGraphs
+from worker.parallel.messages import Graphs, OnGraphs
+from worker.runner import Runner
+
+LED = frozenset({"capture", "capture_head", "measure", "measure_head", "put", "renumber", "rest", "move", "launch"})
+"""Methods that every rank runs: all that touch the device."""
+
+
+class LedGraphs(StepGraphs):
+    """Rank 0's own: whatever it does, the others have been told to do."""
+
+    def __init__(self, runner: Runner, layout: Layout, max_rows: int) -> None:
+        lead = runner.model.lead
+        assert lead is not None
+        self._lead = lead
+        lead.tell(Graphs(asdict(layout), max_rows))
+        super().__init__(runner.model, runner.kv, runner.barred, runner.filler_ids, layout, max_rows)
+
+    def _told(self, method: str, *arguments: Any) -> None:
+        self._lead.tell(OnGraphs(method, arguments))
+
+    def capture(self, rows: int, slots: int, adapted: bool = False) -> None:
+        self._told("capture", rows, slots, adapted)
+        super().capture(rows, slots, adapted)
+
+    def capture_head(self, rows: int, room: int) -> None:
+        self._told("capture_head", rows, room)
+        super().capture_head(rows, room)
+
+    def measure(self, rows: int, slots: int) -> float | None:
+        self._told("measure", rows, slots)
+        return super().measure(rows, slots)
+
+    def measure_head(self, rows: int, room: int) -> float | None:
+        self._told("measure_head", rows, room)
+        return super().measure_head(rows, room)
+
+    def put(self, row: int, values: ReadOnly[int]) -> None:
+        self._told("put", row, [*values])
+        super().put(row, values)
+
+    def renumber(self, row: int, pages: ReadOnly[int]) -> None:
+        self._told("renumber", row, [*pages])
+        super().renumber(row, pages)
+
+    def rest(self, row: int) -> None:
+        self._told("rest", row)
+        super().rest(row)
+
+    def move(self, row: int, to: int) -> None:
+        self._told("move", row, to)
+        super().move(row, to)
+
+    def launch(self, rows: int, slots: int = 0, room: int | None = None, adapted: bool = False) -> Answer:
+        self._told("launch", rows, slots, room, adapted)
+        return super().launch(rows, slots, room, adapted)
