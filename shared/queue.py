@@ -40,6 +40,8 @@ _OTHER_ORDERS: dict[int, tuple[Lane, ...]] = {0: ("bulk", "std", "rt"), _ROUND /
 """Turns of a round that do not read by priority."""
 _EMPTY_YOURSELF = 2
 """What `take` says of an officer whose requests others can go on with."""
+_MOST_LOOKERS = 8
+"""Beyond it the pause between looks grows no more: a worker with the only free slot must not leave it empty long."""
 _FORGET_EVERY_S = 60.0
 _FORGET_AFTER_MS = 600_000
 
@@ -102,6 +104,7 @@ class WorkerQueue:
         self._slots = slots
         self._probation: _Partition | None = None
         self._make_room = False
+        self._workers = 1
         self._partitions = [_Partition(Keys(partition(model, number))) for number in range(partitions)]
         self._turn = 0
         self._forget_at = time.monotonic() + random.uniform(0.5, 1.0) * _FORGET_EVERY_S
@@ -152,6 +155,17 @@ class WorkerQueue:
     def wants_room(self) -> bool:
         """True if the last `take` found suspects that wait for this worker, and others for what it runs."""
         return self._make_room
+
+    def pause_s(self, poll_s: float, found: bool) -> float:
+        """Return how long a worker that runs something waits before it takes again; `found`: the last take gave some.
+
+        Of several workers each looks so much more seldom as there are others who look too, up to `_MOST_LOOKERS`: what
+        comes is found as soon, and the queue is not asked the more the larger the fleet. At different times, or all
+        would look at once.
+        """
+        if found or self._probation is not None:
+            return poll_s
+        return poll_s * random.uniform(0.75, 1.25) * max(1, min(self._workers, _MOST_LOOKERS))
 
     async def take(self, limit: int, held: int = 0) -> list[Claim]:
         """Claim up to `limit` requests without waiting, those that other workers lost first.
@@ -301,15 +315,16 @@ class WorkerQueue:
         cursors = [part.cursors[lane] for lane in order]
         args = [*self._me(part), *limits, *cursors]
         try:
-            claims, cursors, officer, dropped = await self._link.run(script("take"), names, args)
+            claims, cursors, officer, dropped, workers = await self._link.run(script("take"), names, args)
         except GroupMissing:
             await self._create_groups()
-            claims, cursors, officer, dropped = await self._link.run(script("take"), names, args)
+            claims, cursors, officer, dropped, workers = await self._link.run(script("take"), names, args)
         except FleetUnavailable:
             part.was_away = True
             raise
         part.was_away = False
         self._count_dropped(dropped)
+        self._workers = workers
         self._enter_probation(part if officer else None)
         self._make_room = officer == _EMPTY_YOURSELF
         part.cursors = {lane: cursor.decode() for lane, cursor in zip(order, cursors, strict=True)}

@@ -210,6 +210,7 @@ class Bridge:
         self._room = asyncio.Event()
         self._news = asyncio.Event()
         self._quit = asyncio.Event()
+        self._stopping = asyncio.Event()
         queue = self._connect()
         try:
             await queue.publish_card(self._card)
@@ -226,6 +227,7 @@ class Bridge:
 
     def _stop_taking(self) -> None:
         self._taking = False
+        self._stopping.set()
         self._room.set()
 
     def _close(self) -> None:
@@ -277,7 +279,7 @@ class Bridge:
                 for request_id in self._held:
                     self._mailbox.give_back(request_id)
             if self._held:
-                await _wait(self._quit, self._pace.claim_poll_s)
+                await _wait(self._stopping, queue.pause_s(self._pace.claim_poll_s, bool(claims)))
         if self._loads:
             await asyncio.wait(self._loads)
         self._ended_claims.set()

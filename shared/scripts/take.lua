@@ -11,7 +11,7 @@
 -- ARGV: prefix, group, consumer, budget, lease ms, reap (0 | 1), max attempts, envelope version, slots, requests held,
 --       three scan cursors
 -- Names of single requests derive from the prefix (same hash tag): they are known only after the read.
--- Returns {claims, cursors, officer (0 | 1 | 2: give back what you run), malformed entries dropped}
+-- Returns {claims, cursors, officer (0 | 1 | 2: give back what you run), malformed entries dropped, live workers}
 local worker = {
   prefix = ARGV[1], group = ARGV[2], name = ARGV[3], lease = tonumber(ARGV[5]),
   max_attempts = tonumber(ARGV[7]), version = tonumber(ARGV[8]), dlq = KEYS[4], rate = KEYS[6],
@@ -27,7 +27,7 @@ local officers, mine = {}, false
 local names = redis.call('ZRANGE', KEYS[7], 0, -1)
 for _, name in ipairs(names) do officers[name] = true end
 mine = officers[worker.name]
-if mine and held > 0 then return { claims, cursors, 1, worker.dropped } end
+if mine and held > 0 then return { claims, cursors, 1, worker.dropped, redis.call('ZCARD', KEYS[8]) } end
 
 local function claim(lane, entry, alone)
   local claimed = entry[2] and open_entry(worker, lane, entry, alone)
@@ -135,7 +135,7 @@ if #suspects > 0 and serves() then
   if held > 0 or #claims > 0 then
     for _, other in ipairs(others) do put_back(other, 2 * HANDED_BACK) end
     if #others > 0 then redis.call('SET', KEYS[5], 1, 'PX', worker.lease) end
-    return { claims, cursors, give_back and 2 or 1, worker.dropped }
+    return { claims, cursors, give_back and 2 or 1, worker.dropped, redis.call('ZCARD', KEYS[8]) }
   end
 else
   for _, suspect in ipairs(suspects) do put_back(suspect, worker.lease) end
@@ -151,4 +151,4 @@ for i = 1, 3 do
     for _, entry in ipairs(reply[1][2]) do claim(KEYS[i], entry) end
   end
 end
-return { claims, cursors, 0, worker.dropped }
+return { claims, cursors, 0, worker.dropped, redis.call('ZCARD', KEYS[8]) }

@@ -54,7 +54,7 @@ class StubWorker:
                 blocks = math.ceil(decode_command(claim.payload).limits.max_tokens / BLOCK)
                 self._held[claim.id] = (claim, blocks)
             if self._held and not claims:
-                await asyncio.sleep(self._settings.claim_poll_ms / 1000)
+                await asyncio.sleep(self._queue.pause_s(self._settings.claim_poll_ms / 1000, found=False))
 
     async def _step(self) -> None:
         done: dict[str, int] = {}

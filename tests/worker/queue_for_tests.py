@@ -69,6 +69,9 @@ class QueueForTests:
         await self.hand_back(request_id, epoch, delay_ms)
         return True
 
+    def pause_s(self, poll_s: float, found: bool) -> float:
+        return poll_s
+
     async def take(self, limit: int, held: int = 0) -> list[Claim]:
         self._fail_if_down()
         self.limits.append(limit)
