@@ -149,10 +149,10 @@ class ClusterClient:
                 case ("MOVED", node):
                     return await self.run_at(node, command)
                 case (_, node):
-                    pipe = self._client(node).pipeline(transaction=False)
-                    for words in (("ASKING",), command):
-                        pipe.execute_command(*words)  # pyright: ignore[reportUnknownMemberType]
-                    return (await pipe.execute())[1]
+                    (reply,) = await self.ask_at(node, [command])
+                    if isinstance(reply, Exception):
+                        raise reply from None
+                    return reply
                 case None:
                     raise
 
@@ -180,6 +180,10 @@ class ClusterClient:
             return [error] * len(commands)
         self._stale |= any(redirection(reply, address) is not None for reply in replies)
         return replies
+
+    async def ask_at(self, address: Address, commands: Sequence[Sequence[Argument]]) -> list[Any]:
+        """Run commands, of which the first has a key, at a node that does not have its slot yet: the key has moved."""
+        return (await self.run_all_at(address, [("ASKING",), *commands]))[1:]
 
     async def refresh(self) -> None:
         """Ask who has what, if that may have changed; raises redis' ConnectionError if no node answers."""
@@ -219,7 +223,8 @@ class ClusterClient:
 class ClusterPipeline:
     """Commands in one round trip to each node, in order there; one without a key goes where the one before it went.
 
-    A redirection is a reply like any other error: what follows it, such as WAIT, was about the node that redirected.
+    What is redirected has not run: it is sent again, and with it what follows and has no key, such as WAIT, which would
+    otherwise be about the node that redirected. One that is redirected once more is a reply like any other error.
     """
 
     def __init__(self, client: ClusterClient) -> None:
@@ -241,9 +246,27 @@ class ClusterPipeline:
         for share, answers in zip(shares.values(), await asyncio.gather(*calls), strict=True):
             for index, answer in zip(share, answers, strict=True):
                 replies[index] = answer
+        for node, share in shares.items():
+            await self._follow(node, share, replies)
         if raise_on_error and (fault := next((reply for reply in replies if isinstance(reply, Exception)), None)):
             raise fault
         return replies
+
+    async def _follow(self, asked: Address, share: Sequence[int], replies: list[Any]) -> None:
+        """Send again, in order, what a node has redirected; put the replies in place."""
+        for place, index in enumerate(share):
+            if (found := redirection(replies[index], asked)) is None:
+                continue
+            kind, node = found
+            group = [index]
+            for later in share[place + 1 :]:
+                if key_of(self._commands[later]) is not None:
+                    break
+                group.append(later)
+            commands = [self._commands[i] for i in group]
+            run = self._client.ask_at if kind == "ASK" else self._client.run_all_at
+            for i, answer in zip(group, await run(node, commands), strict=True):
+                replies[i] = answer
 
 
 class SyncClusterClient(SyncRedis):
@@ -274,7 +297,12 @@ class SyncClusterClient(SyncRedis):
             match redirection(error, address):
                 case ("MOVED", node):
                     return cast(Any, self._client(node)).execute_command(*args, **options)
-                case _:
+                case (_, node):
+                    pipe: Any = cast(Any, self._client(node)).pipeline(transaction=False)
+                    for words in (("ASKING",), args):
+                        pipe.execute_command(*words)
+                    return pipe.execute()[1]
+                case None:
                     raise
 
     def _refresh(self) -> None:

@@ -93,6 +93,9 @@ def _classify_reply(message: str) -> Failure:
         return Failure.OUT_OF_MEMORY
     refusals = ("READONLY", "LOADING", "MASTERDOWN", "BUSY ", "TRYAGAIN", "CLUSTERDOWN", "NOREPLICAS", "MISCONF")
     refusals += ("MOVED ", "ASK ")
+    # A slot is on its way to another node: a script has met a key that has left already, or a read waited at one.
+    if "non local key" in message or message.startswith("UNBLOCKED"):
+        return Failure.REFUSED
     return Failure.REFUSED if message.startswith(refusals) else Failure.OTHER
 
 

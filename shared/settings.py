@@ -13,6 +13,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from shared.keys import MODEL_NAME
 
+REDIS_SCHEMES = ("redis://", "rediss://", "unix://", "redis+sentinel://", "redis+cluster://", "rediss+cluster://")
+
 
 class ServiceSettings(BaseSettings):
     """Options of every process of the fleet."""

@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 from pydantic_settings import CliApp, SettingsConfigDict
 
-from shared.settings import ServiceSettings, check_model_name
+from shared.settings import REDIS_SCHEMES, ServiceSettings, check_model_name
 from worker.bundled import BUNDLED, bundled_folder
 from worker.exits import ExitCode
 
@@ -130,8 +130,8 @@ class WorkerSettings(ServiceSettings):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name}: adapters cannot be used with tensor_parallel {self.tensor_parallel}")
         check_model_name(self.served_name)
-        if not self.redis_url.startswith(("redis://", "rediss://", "unix://", "redis+sentinel://")):
-            raise ValueError("redis_url must begin with redis://, rediss://, unix:// or redis+sentinel://")
+        if not self.redis_url.startswith(REDIS_SCHEMES):
+            raise ValueError(f"redis_url must begin with one of {', '.join(REDIS_SCHEMES)}")
         return self
 
     @property

@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 from collections import Counter
@@ -228,6 +229,110 @@ async def _state(fleet: FleetClient, request_id: str) -> bool:
 
 async def _follow(fleet: FleetClient, request_id: str) -> list[str]:
     return [event.t async for event in fleet.stream(request_id, previews=False)]
+
+
+async def test_a_slot_that_moves_under_load_costs_no_request_and_no_event(cluster: Cluster) -> None:
+    """Key by key, as `redis-cli --cluster reshard` does: for a while a request's keys lie on two nodes."""
+    model, hot = "flows", 0
+    queue = queue_of(cluster, "w1", model, lease_ms=1500)
+    heart = Heart.connect(cluster.url, "w1", model, lease_ms=1500, partitions=PARTITIONS)
+    await published(queue, model)
+    streams: list[asyncio.Task[list[str]]] = []
+    moved = Counter[str]()
+    async with FleetClient.connect(cluster.url) as fleet, asyncio.timeout(110):
+        moving = asyncio.create_task(_move_there_and_back(cluster, Keys(partition(model, hot)), moved))
+
+        async def submit() -> None:
+            # Half of them in the partition that moves.
+            while not moving.done() or len(streams) < 40:
+                number = hot if len(streams) % 2 else len(streams) % PARTITIONS
+                ask = Generate(id=new_request_id(model, number), model=model, prompt=(1,), limits=Limits(max_tokens=16))
+                while True:
+                    try:
+                        await fleet.submit(ask)
+                        break
+                    except FleetUnavailable:
+                        moved["refused submits"] += 1
+                streams.append(asyncio.create_task(_follow(fleet, ask.id)))
+                await asyncio.sleep(0.01)
+
+        async def work() -> None:
+            while True:
+                try:
+                    claims = await queue.take(4, 1)
+                    for claim in claims:
+                        await asyncio.to_thread(heart.beat, {claim.id: claim.epoch}, WorkerInfo("w1", model, "ready"))
+                        await finish(queue, claim, blocks=2)
+                except FleetUnavailable:
+                    moved["refused writes"] += 1
+                await asyncio.sleep(0.005)
+
+        working = asyncio.create_task(work())
+        submitting = asyncio.create_task(submit())
+        await asyncio.wait({working, submitting}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+        ends = asyncio.gather(*streams)
+        await asyncio.wait({working, ends}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+        assert await ends == [["queued", "delta", "delta", "finished"]] * len(streams)
+        await moving
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+        assert await fleet.depth(model) == 0
+    assert moved["slots"] == 2 and moved["keys"] > 20, moved
+    heart.close()
+    await queue.close()
+
+
+async def _move_there_and_back(cluster: Cluster, keys: Keys, moved: Counter[str]) -> None:
+    """Give the slot of a partition to another node, slowly; and back."""
+    slot = key_slot(keys.lane("std").encode())
+    ask = asyncio.to_thread
+    alive = [port for port in cluster.ports if await ask(cluster.ask, port, "PING")]
+    primaries = [port for port in alive if b"role:master" in await ask(_raw, port, "INFO", "replication")]
+    ids = {port: (await ask(_raw, port, "CLUSTER", "MYID")) for port in primaries}
+    for _ in range(2):
+        await asyncio.sleep(0.3)
+        (source,) = [port for port in primaries if await ask(_owns, port, slot)]
+        target = next(port for port in primaries if port != source)
+        assert await ask(_raw, target, "CLUSTER", "SETSLOT", slot, "IMPORTING", ids[source]) == b"OK"
+        assert await ask(_raw, source, "CLUSTER", "SETSLOT", slot, "MIGRATING", ids[target]) == b"OK"
+        while names := await ask(_raw, source, "CLUSTER", "GETKEYSINSLOT", slot, 3):
+            await ask(_raw, source, "MIGRATE", "127.0.0.1", target, "", 0, 5000, "KEYS", *names)
+            moved["keys"] += len(names)
+            await asyncio.sleep(0.04)
+        for port in (target, source, *primaries):
+            assert await ask(_raw, port, "CLUSTER", "SETSLOT", slot, "NODE", ids[target]) == b"OK"
+        moved["slots"] += 1
+
+
+def _raw(port: int, *command: Any) -> Any:
+    """Run a command as it is: the library would parse some replies."""
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection, connection.makefile("rb") as reader:
+        parts = [part if isinstance(part, bytes) else str(part).encode() for part in command]
+        connection.sendall(b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%s\r\n" % (len(one), one) for one in parts))
+        return _reply(reader)
+
+
+def _reply(reader: Any) -> Any:
+    line: bytes = reader.readline().rstrip()
+    match line[:1]:
+        case b"$":
+            return None if line == b"$-1" else reader.read(int(line[1:]) + 2)[:-2]
+        case b"*":
+            return [_reply(reader) for _ in range(int(line[1:]))]
+        case _:
+            return line[1:]
+
+
+def _owns(port: int, slot: int) -> bool:
+    own = _raw(port, "CLUSTER", "MYID")
+    return any(
+        start <= slot <= end and any(node[2] == own for node in nodes[:1])
+        for start, end, *nodes in ((int(r[0]), int(r[1]), *r[2:]) for r in _raw(port, "CLUSTER", "SLOTS"))
+    )
 
 
 @pytest.mark.parametrize(

@@ -61,3 +61,18 @@ def test_help_lists_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert all(f"{code.value}  {code.name}" in printed for code in ExitCode)
     assert "DIFFLEET_LEASE_MS" in printed
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://a:1/0",
+        "rediss://a:1/0",
+        "unix:///tmp/a.sock",
+        "redis+sentinel://a:1,b:2/fleet",
+        "redis+cluster://a:1,b:2",
+        "rediss+cluster://a:1,b:2",
+    ],
+)
+def test_a_worker_takes_every_url_that_the_queue_has_a_client_for(url: str) -> None:
+    assert WorkerSettings(model="demo", redis_url=url).redis_url == url
