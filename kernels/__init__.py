@@ -16,6 +16,7 @@ from kernels.lora import lora as _lora
 from kernels.lora import lora_swiglu as _lora_swiglu
 from kernels.moe import experts as _experts
 from kernels.moe import route as _route
+from kernels.moe import router_logits as _router_logits
 from kernels.rms_norm import rms_norm as _rms_norm
 from kernels.rope import rope as _rope
 from kernels.rope_write import rope_write as _rope_write
@@ -42,6 +43,7 @@ rms_norm_fp8 = Op(_rms_norm_fp8, twin("fp8", "rms_norm_fp8"))
 rope = Op(_rope, twin("rope", "rope"))
 rope_write = Op(_rope_write, twin("rope", "rope_write"))
 route = Op(_route, twin("moe", "route"))
+router_logits = Op(_router_logits, twin("moe", "router_logits"))
 swiglu = Op(_swiglu, twin("swiglu", "swiglu"))
 swiglu_fp8 = Op(_swiglu_fp8, twin("fp8", "swiglu_fp8"))
 token_share = Op(_token_share, twin("token_share", "token_share"))
@@ -66,6 +68,7 @@ OPS = {
     "rope": rope,
     "rope_write": rope_write,
     "route": route,
+    "router_logits": router_logits,
     "swiglu": swiglu,
     "swiglu_fp8": swiglu_fp8,
     "token_share": token_share,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.swiglu import swiglu
@@ -35,6 +36,14 @@ class Router:
             raise ValueError(f"kept_groups {self.kept_groups} must be in [1, groups {self.groups}]")
         if self.capacity and self.capacity < self.top_k:
             raise ValueError(f"capacity {self.capacity} is less than top_k {self.top_k}")
+
+
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x [tokens, hidden] times weight [experts, hidden] float32 transposed, in float32 whatever x is.
+
+    A near tie between experts must not be decided by rounding.
+    """
+    return F.linear(x.float(), weight)
 
 
 def route(

@@ -12,6 +12,71 @@ from torch import Tensor
 
 from kernels.gpu.overlap import overlap_options, wait_for_inputs
 from kernels.moe import Router
+from kernels.moe import router_logits as reference_logits
+
+_FEW = 256
+"""Tokens below which the plain product is as fast."""
+
+
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    if x.shape[0] < _FEW or x.dtype == torch.float32 or weight.dtype != torch.float32:
+        return reference_logits(x, weight)
+    return multiply_exactly(x, weight)
+
+
+def multiply_exactly(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply on the matrix units: a float32 is the sum of three narrow numbers, and x is narrow already."""
+    tokens, inputs = x.shape
+    experts = weight.shape[0]
+    if weight.shape[1] != inputs:
+        raise ValueError(f"x {list(x.shape)} does not go with weight {list(weight.shape)}")
+    x, weight = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, weight))
+    out = torch.empty((tokens, experts), dtype=torch.float32, device=x.device)
+    if tokens:
+        grid = (triton.cdiv(tokens, 64), triton.cdiv(experts, 64))
+        _multiply_exactly[grid](
+            x, weight, out, tokens, experts, inputs, x.stride(0), weight.stride(0),
+            BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=3, **overlap_options(x.device),
+        )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _multiply_exactly(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    tokens,
+    columns,
+    inputs,
+    x_stride,
+    weight_stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    rest = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    wait_for_inputs(OVERLAP)
+    for start in range(0, inputs, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        inside = k < inputs
+        x_place = x_ptr + m.to(tl.int64)[:, None] * x_stride + k[None, :]
+        x = tl.load(x_place, mask=(m < tokens)[:, None] & inside[None, :], other=0.0)
+        w_place = weight_ptr + n[None, :] * weight_stride + k[:, None]
+        w = tl.load(w_place, mask=(n < columns)[None, :] & inside[:, None], other=0.0)
+        high = w.to(x.dtype)
+        left = w - high.to(tl.float32)
+        middle = left.to(x.dtype)
+        low = (left - middle.to(tl.float32)).to(x.dtype)
+        acc = tl.dot(x, high, acc)
+        rest = tl.dot(x, middle, rest)
+        rest = tl.dot(x, low, rest)
+    place = out_ptr + m.to(tl.int64)[:, None] * columns + n[None, :]
+    tl.store(place, acc + rest, mask=(m < tokens)[:, None] & (n < columns)[None, :])
 
 
 def route(

@@ -338,7 +338,7 @@ class MoeMLP(nn.Module):
         """Of those that lie here; the others' parts are added by the ranks that have them."""
 
     def forward(self, x: Tensor, context: ForwardContext | None = None) -> Tensor:
-        logits = F.linear(x.float(), self.router)
+        logits = kernels.router_logits(x, self.router)
         ids, weights = kernels.route(logits, self.rule, self.selection_bias)
         if len(self.down) < len(self.router):
             ids = ids - self.first_expert

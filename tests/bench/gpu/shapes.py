@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
@@ -74,7 +73,7 @@ def _scatter_routing(mlp: MoeMLP) -> None:
     scores = torch.randn(8192, mlp.router.shape[0], device=mlp.router.device)
 
     def forward(x: Tensor, context: ForwardContext | None = None) -> Tensor:
-        logits = torch.add(scores[: x.shape[0]], F.linear(x.float(), mlp.router), alpha=1e-3)
+        logits = torch.add(scores[: x.shape[0]], kernels.router_logits(x, mlp.router), alpha=1e-3)
         ids, weights = kernels.route(logits, mlp.rule, mlp.selection_bias)
         routed = kernels.experts(x, ids, weights, mlp.gate_up, mlp.down)
         return routed if mlp.shared is None else routed + mlp.shared.forward(x, context)
