@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 
 _SOCKET_PATH_LIMIT = 103
 """Bytes; sun_path is 104 on macOS and 108 on Linux, one of them for the final zero."""
@@ -28,9 +28,17 @@ class EmbeddedServerError(Exception):
 class EmbeddedServer:
     """One server for each data folder. Its files are in `<data_dir>/valkey`."""
 
-    def __init__(self, data_dir: Path, maxmemory: str = "1gb") -> None:
+    def __init__(
+        self, data_dir: Path, maxmemory: str = "1gb", fsync: Literal["everysec", "always"] = "everysec"
+    ) -> None:
+        """Build the handle; nothing is started.
+
+        `fsync`: with "always" a server that is killed keeps all that it has acknowledged. With "everysec" it loses, of
+        the last 2 s, what came while a flush to the disk was under way.
+        """
         self._folder = data_dir.expanduser().resolve() / "valkey"
         self._maxmemory = maxmemory
+        self._fsync = fsync
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -141,7 +149,7 @@ class EmbeddedServer:
             f"pidfile {_quoted(self._folder / 'valkey.pid')}",
             'save ""',
             "appendonly yes",
-            "appendfsync everysec",
+            f"appendfsync {self._fsync}",
             f"maxmemory {self._maxmemory}",
             # An evicted stream would take its consumer group along: rather refuse new work.
             "maxmemory-policy noeviction",

@@ -70,8 +70,8 @@ class Report:
     dark: list[Span] = field(default_factory=list[Span])
     """When no worker could work."""
     blocks: int = 0
-    repeated_blocks: int = 0
-    """Blocks that were begun more than once."""
+    repeated_blocks: Counter[str] = field(default_factory=Counter[str])
+    """Blocks that were begun again, by the fault that made it so."""
 
     @property
     def clean(self) -> bool:
@@ -80,6 +80,11 @@ class Report:
     @property
     def crashes(self) -> int:
         return sum(self.faults[name] for name in ("worker kill -9", "worker frozen", "network paused", "Redis kill -9"))
+
+    def _again(self, kind: str) -> float:
+        """Return how many blocks were begun again for a request that met a fault."""
+        met = sum(interruption.kind == kind for interruption in self.interruptions)
+        return self.repeated_blocks[kind] / max(1, met)
 
     def lines(self) -> list[str]:
         whole = [interruption.total_s for interruption in self.interruptions]
@@ -106,8 +111,10 @@ class Report:
             ("dark time (no worker there), s", f"{sum(span.end - span.start for span in self.dark):.1f}"),
             ("blocks committed", self.blocks),
             ("requests that lost their worker", self.hits),
-            ("blocks begun again, per crash", f"{self.repeated_blocks / max(1, self.crashes):.2f}"),
-            ("blocks begun again, per request hit", f"{self.repeated_blocks / max(1, self.hits):.2f}"),
+            ("blocks begun again, per crash", f"{self.repeated_blocks.total() / max(1, self.crashes):.2f}"),
+            ("for a request whose worker was killed", f"{self._again('worker kill -9'):.2f}"),
+            ("for one whose worker was frozen", f"{self._again('worker frozen'):.2f}"),
+            ("for one whose worker was cut off", f"{self._again('network paused'):.2f}"),
         ]
         return [f"{name:<38}{value!s:>12}" for name, value in rows]
 
@@ -156,7 +163,8 @@ class Staff:
 async def run(seed: int, seconds: float) -> Report:
     with tempfile.TemporaryDirectory(prefix="df-") as name:
         folder = Path(name)
-        server = EmbeddedServer(folder)
+        # The promise is as good as the server: it has to keep what it has acknowledged.
+        server = EmbeddedServer(folder, fsync="always")
         server.start()
         nursery = Nursery(folder)
         try:
@@ -200,8 +208,8 @@ async def _run(
     visits = [visit for customer in customers for visit in customer.visits if visit.accepted]
     judge(report, visits, server.url)
     lines = read_diary(nursery.diary)
-    report.repeated_blocks = blocks_begun_again(lines)
     faults = sorted(monkey.hits, key=lambda fault: fault.span.start)
+    report.repeated_blocks = blocks_begun_again(lines, faults)
     whole = Span(lines[0].at, lines[-1].at)
     report.dark = uncovered(whole, at_work(staff.lives, faults))
     accepted = {visit.id for visit in visits}

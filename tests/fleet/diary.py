@@ -81,11 +81,6 @@ def read_diary(path: Path) -> list[Line]:
     return sorted(lines, key=lambda line: line.at)
 
 
-def blocks_begun_again(lines: Iterable[Line]) -> int:
-    begun = Counter((line.request_id, line.number) for line in lines if line.what == "begins")
-    return sum(count - 1 for count in begun.values())
-
-
 @dataclass(frozen=True, slots=True)
 class Span:
     """A stretch of time; `end` may be infinite."""
@@ -178,6 +173,21 @@ def _fault_of(pid: int, last_sign: float, until: float, faults: Sequence[Fault])
         if pid in fault.pids and fault.span.start < until and fault.span.end > last_sign:
             return fault
     return None
+
+
+def blocks_begun_again(lines: Iterable[Line], faults: Sequence[Fault]) -> Counter[str]:
+    """Count the blocks that a worker began although another had, by the fault of either; "none" if neither had one."""
+    begun: dict[tuple[str, int], Line] = {}
+    again: Counter[str] = Counter()
+    for line in lines:
+        if line.what != "begins":
+            continue
+        former = begun.get((line.request_id, line.number))
+        if former is not None:
+            fault = _fault_of(former.pid, former.at, line.at, faults) or _fault_of(line.pid, former.at, line.at, faults)
+            again["none" if fault is None else fault.kind] += 1
+        begun[line.request_id, line.number] = line
+    return again
 
 
 def overlap_s(span: Span, others: Iterable[Span]) -> float:

@@ -68,10 +68,12 @@ def test_the_fault_is_the_one_after_the_last_sign_of_life() -> None:
     assert (found.kind, found.began) == ("killed", 1.5)
 
 
-def test_blocks_begun_again_are_counted_for_each_request_and_position() -> None:
-    begun = [("r", 4), ("r", 8), ("r", 8), ("s", 8), ("r", 8)]
-    lines = [line(0.0, A, "begins", number, request_id) for request_id, number in begun]
-    assert blocks_begun_again([*lines, line(0.0, A, "commits", 8)]) == 2
+def test_blocks_begun_again_are_counted_by_what_befell_their_workers() -> None:
+    story = [("r", 4, A), ("r", 8, A), ("s", 8, A), ("r", 8, B), ("s", 8, C), ("r", 8, C), ("t", 8, B), ("t", 8, C)]
+    lines = [line(float(at), pid, "begins", number, name) for at, (name, number, pid) in enumerate(story)]
+    zombie = Fault("frozen", Span(4.5, 4.9), frozenset({C}))
+    again = blocks_begun_again([*lines, line(9.0, A, "commits", 8)], [kill(2.5, A), zombie])
+    assert again == {"killed": 2, "frozen": 1, "none": 1}
 
 
 def test_a_worker_works_while_it_is_ready_and_under_no_fault() -> None:
