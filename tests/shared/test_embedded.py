@@ -69,11 +69,11 @@ def test_the_server_is_not_in_the_process_group_that_ctrl_c_reaches(server: Embe
     assert os.getpgid(server.pid) != os.getpgid(0)
 
 
-def test_a_server_killed_hard_is_started_again_on_its_data(server: EmbeddedServer) -> None:
+def test_a_server_killed_hard_keeps_what_it_acknowledged_if_it_flushes_each_write(folder: Path) -> None:
+    server = EmbeddedServer(folder, fsync="always")
     server.start()
     client = open_sync_client(server.url)
     client.set("k", "v")
-    client.config_set("appendfsync", "always")
     client.set("k", "w")
     client.close()
     assert server.pid is not None
@@ -84,7 +84,9 @@ def test_a_server_killed_hard_is_started_again_on_its_data(server: EmbeddedServe
     assert server.start() is False
     client = open_sync_client(server.url)
     assert client.get("k") == b"w"
+    assert client.config_get("appendfsync") == {"appendfsync": "always"}
     client.close()
+    server.stop()
 
 
 def test_a_second_server_never_opens_the_same_data_while_the_first_is_deaf(
