@@ -167,6 +167,10 @@ def generate(
         float | None, typer.Option(min=0.0, max=1.0, help="Accept tokens at least this probable.")
     ] = None,
     block_length: Annotated[int | None, typer.Option(min=1, help="Positions denoised together.")] = None,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME[:SCALE]", help="Run under this adapter; repeat it, their effects are summed."),
+    ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it stands: no chat template.")] = False,
     json_schema: Annotated[
         str | None, typer.Option(help="The answer is JSON that this schema accepts: a file, or the schema itself.")
@@ -211,12 +215,22 @@ def generate(
         raw=raw or prompt is None,
         json_schema=None if json_schema is None else _schema(json_schema),
         infill=template,
+        loras=tuple(map(_lora, lora or ())),
     )
 
     def tell(canvas: Canvas) -> str:
         return holes_of(canvas) if holes else leading + canvas.text
 
     run(_generate(question, watch, url, redis_url, tell))
+
+
+def _lora(argument: str) -> tuple[str, float]:
+    from shared.cli.loras import use_of
+
+    try:
+        return use_of(argument)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--lora") from error
 
 
 async def _generate(

@@ -66,6 +66,8 @@ def request_of(question: Question, frames: bool) -> tuple[str, dict[str, object]
         "stream_mode": "denoise" if frames else "block_append",
     }
     body = {name: value for name, value in body.items() if value is not None}
+    if question.loras:
+        body["lora"] = [{"name": name, "scale": scale} for name, scale in question.loras]
     if question.json_schema is not None:
         body["guided_json"] = question.json_schema
     diffusion: dict[str, object] = {} if question.threshold is None else {"threshold": question.threshold}

@@ -241,6 +241,51 @@ def webhooks(
         run(print_webhooks(where, due, limit))
 
 
+loras = typer.Typer(
+    help="The adapters of a fleet, which requests may name.", no_args_is_help=True, rich_markup_mode=None
+)
+app.add_typer(loras, name="loras")
+
+Key = Annotated[
+    str | None, typer.Option(envvar="DIFFLEET_API_KEY", help="A key with the scope admin, if keys are in use.")
+]
+
+
+@loras.command(name="list")
+def list_loras(url: Url = DEFAULT_URL, model: Model = None, api_key: Key = None) -> None:
+    """List the adapters, and the workers that have each one loaded."""
+    from shared.cli.loras import print_loras
+
+    run(print_loras(url, api_key, model))
+
+
+@loras.command(name="add")
+def add(
+    name: Annotated[str, typer.Argument(help="What requests call it.")],
+    path: Annotated[str, typer.Argument(help="Its folder in the model store.")],
+    url: Url = DEFAULT_URL,
+    model: Model = None,
+    api_key: Key = None,
+) -> None:
+    """Register an adapter for every worker of a model, in the place of one of its name."""
+    from shared.cli.loras import add_lora
+
+    run(add_lora(url, api_key, model, name, path))
+
+
+@loras.command(name="remove")
+def remove(
+    name: Annotated[str, typer.Argument(help="As `diffleet loras list` has it.")],
+    url: Url = DEFAULT_URL,
+    model: Model = None,
+    api_key: Key = None,
+) -> None:
+    """Forget an adapter. Requests that were accepted with it are finished; its files stay."""
+    from shared.cli.loras import remove_lora
+
+    run(remove_lora(url, api_key, model, name))
+
+
 def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1000
 

@@ -28,6 +28,8 @@ class Question:
     infill: Infill | None = None
     """What the answer is to have around its holes."""
     before: tuple[tuple[str, str], ...] = ()
+    loras: tuple[tuple[str, float], ...] = ()
+    """Name and scale of the adapters that it runs under."""
 
     @property
     def messages(self) -> list[dict[str, str]]:

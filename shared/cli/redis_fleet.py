@@ -5,9 +5,10 @@ from collections.abc import AsyncGenerator, Callable
 
 from shared.cli.canvas import Canvas, Cell
 from shared.cli.exits import Exit, Stop
+from shared.cli.loras import stop_unknown
 from shared.cli.question import Question
 from shared.client import FleetClient, FleetUnavailable, PromptTooLong, QueueFull, UnknownModel
-from shared.commands import Generate, Limits, Preview, Sampling
+from shared.commands import Generate, Limits, LoraUse, Preview, Sampling
 from shared.constraints import JsonSchema
 from shared.decoding import Threshold
 from shared.events import Delta, Event, Failed, Finished, Queued, Snapshot, Started
@@ -58,7 +59,16 @@ async def _command(fleet: FleetClient, question: Question, frames: bool) -> Gene
         lane="rt",
     )
     constraint = None if question.json_schema is None else JsonSchema(json_schema=question.json_schema)
-    return command.model_copy(update={"block_length": question.block_length, "constraint": constraint})
+    lora = await _loras(fleet, model, question) if question.loras else ()
+    return command.model_copy(update={"block_length": question.block_length, "constraint": constraint, "lora": lora})
+
+
+async def _loras(fleet: FleetClient, model: str, question: Question) -> tuple[LoraUse, ...]:
+    known = {record.name: record for record in await fleet.adapters(model)}
+    for name, _ in question.loras:
+        if name not in known:
+            raise stop_unknown(model, name)
+    return tuple(known[name].use(scale) for name, scale in question.loras)
 
 
 async def _states(

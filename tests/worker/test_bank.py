@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.commands import Generate, LoraUse
@@ -146,6 +146,7 @@ def test_an_adapter_of_a_higher_rank_and_one_that_is_gone_have_no_place(model, s
     assert bank.of([(), ()], [1, 1]) is not None
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_a_place_holds_what_the_batch_asks_for_whatever_was_there_before(model, shelf, data):
     bank = make_bank(model, shelf, 2)
