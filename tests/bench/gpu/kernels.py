@@ -20,7 +20,7 @@ import kernels.gpu.token_stats
 from kernels.attention import AttentionPlan, RowGroup
 from kernels.gpu.attention import Tile, attend, choose_splits
 from kernels.gpu.linear import Tiling, stream
-from kernels.moe import Router, route
+from kernels.moe import Router, route, router_logits
 from kernels.rms_norm import rms_norm
 from kernels.rope import rope_tables
 from kernels.rope_write import rope_write
@@ -216,6 +216,10 @@ def bench_moe(report: Report, pace: Pace) -> None:
     gate_up, down, bias = _normal(256, 1024, 2048), _normal(256, 2048, 512), torch.zeros(256, device="cuda")
     for tokens in (32, 256, 1024, 2048):
         x, logits = _normal(tokens, 2048), torch.randn(tokens, 256, device="cuda")
+        weight = torch.randn(256, 2048, device="cuda")
+        for how, multiply in (("triton", kernels.gpu.moe.multiply_exactly), ("torch", router_logits)):
+            ms = pace([partial(multiply, x, weight)] * 4)
+            report("router's product", "llada2-mini", tokens, how, ms, 2 * tokens * 256 * 2048 / ms * 1e-9)
         ids, weights = kernels.gpu.moe.route(logits, router, bias)
         touched = ids.unique().numel()
         ms = pace([partial(kernels.gpu.moe.route, logits, router, bias)] * 4)
