@@ -23,7 +23,7 @@ COMMON = (
 ).split()
 API = "xlen smembers zrange zadd zrem zremrangebyscore zcard pttl xrevrange wait subscribe unsubscribe".split()
 WORKER = (
-    "mget sadd zadd zrem zrange zremrangebyscore xrevrange xreadgroup xautoclaim xclaim xpending xinfo|consumers "
+    "mget sadd zadd zrem zrange zcard zremrangebyscore xrevrange xreadgroup xautoclaim xclaim xpending xinfo|consumers "
     "xgroup|create xgroup|delconsumer"
 ).split()
 
