@@ -134,7 +134,10 @@ def _redis() -> Schema:
     role_keys = _whole(api=_STR, worker=_STR, jobs=_STR, keda=_STR)
     return _whole(
         host={"type": "string", "pattern": r"^([A-Za-z0-9]([-A-Za-z0-9.]*[A-Za-z0-9])?)?$"},
+        kind={"enum": ["server", "sentinel", "cluster"]},
         port=_PORT,
+        addresses=_list({"type": "string", "pattern": r"^[A-Za-z0-9]([-A-Za-z0-9.]*[A-Za-z0-9])?:[0-9]{1,5}$"}),
+        service={"type": "string", "pattern": r"^[A-Za-z0-9._-]+$"},
         db=_integer(0, 1023),
         tls=_whole(enabled=_BOOL, caSecret=_STR, caKey=_NONEMPTY),
         auth=_whole(existingSecret=_STR, usernameKeys=role_keys, passwordKeys=role_keys),

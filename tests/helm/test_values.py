@@ -16,6 +16,9 @@ _BASES: dict[str, tuple[str, Object]] = {
     "images": ("trial", {"pools": {"gpu": {"model": {"name": "gpu"}}}}),
     "devRedis": ("trial", {}),
     "redis.tls.enabled": ("public-tls", {}),
+    "redis.addresses": ("default", {"redis": {"kind": "cluster", "host": "", "addresses": ["a.data.svc:6379"]}}),
+    "redis.service": ("default", {"redis": {"kind": "sentinel", "host": "", "addresses": ["a.data.svc:26379"]}}),
+    "redis.kind": ("default", {}),
     "api.replicas": ("default", {}),
     "jobs.enabled": ("everything", {"api": {"webhooks": {"existingSecret": ""}}}),
     "podDefaults.security": ("default", {}),
@@ -42,6 +45,8 @@ _BASES: dict[str, tuple[str, Object]] = {
 # Values that cannot be changed alone, or whose kind alone does not tell a second value.
 _OTHERS: dict[str, object] = {
     "redis.host": "other.example.com",
+    "redis.kind": "cluster",
+    "redis.addresses": ["b.data.svc:6379"],
     "redis.networkPolicy.cidrs": ["10.99.0.0/16"],
     "devRedis.maxMemory": "100mb",
     "images.api.digest": "sha256:" + "1" * 64,
@@ -81,6 +86,7 @@ _OTHERS: dict[str, object] = {
 }
 # What must stand beside the changed value, without which it is refused.
 _WITH: dict[str, Object] = {
+    "redis.kind": {"redis": {"host": "", "addresses": ["a.data.svc:6379"]}},
     "api.pdb.minAvailable": {"api": {"pdb": {"maxUnavailable": None}}},
     "poolDefaults.pdb.minAvailable": {"poolDefaults": {"pdb": {"maxUnavailable": None}}},
     "devRedis.enabled": {"redis": {"host": "redis"}},

@@ -32,10 +32,33 @@ Faults are collected in a list inside a dict, since a template cannot return one
 {{- if or (ne (int $redis.port) 6379) (ne (int $redis.db) 0) -}}
 {{- include "diffleet.fault" (dict "faults" .faults "text" "the trial server of devRedis listens on port 6379, database 0: leave redis.port and redis.db as they are.") -}}
 {{- end -}}
-{{- else if not $redis.host -}}
+{{- if ne $redis.kind "server" -}}
+{{- include "diffleet.fault" (dict "faults" .faults "text" (printf "the trial server of devRedis is a single one: redis.kind must be server, not %s." $redis.kind)) -}}
+{{- end -}}
+{{- else if and (eq $redis.kind "server") (not $redis.host) -}}
 {{- include "diffleet.fault" (dict "faults" .faults "text" "redis.host is empty: name a Redis >= 7 or Valkey >= 7.2, or set devRedis.enabled=true for a trial.") -}}
 {{- else if and $values.networkPolicy.enabled (not (include "diffleet.redisPeers" .root | trim)) -}}
-{{- include "diffleet.fault" (dict "faults" .faults "text" (printf "redis.host %s is outside the cluster, and a network policy cannot name a host: list its addresses in redis.networkPolicy.cidrs, or set networkPolicy.enabled=false." $redis.host)) -}}
+{{- include "diffleet.fault" (dict "faults" .faults "text" (printf "redis.host %s is outside the cluster, and a network policy cannot name a host: list its addresses in redis.networkPolicy.cidrs, or set networkPolicy.enabled=false." (include "diffleet.redisHosts" .root | fromJsonArray | join ", "))) -}}
+{{- end -}}
+{{- if and (eq $redis.kind "server") $redis.addresses -}}
+{{- include "diffleet.fault" (dict "faults" .faults "text" "redis.addresses is for sentinels and Clusters: set redis.kind, or name the server in redis.host.") -}}
+{{- end -}}
+{{- if ne $redis.kind "server" -}}
+{{- if not $redis.addresses -}}
+{{- include "diffleet.fault" (dict "faults" .faults "text" (printf "redis.kind is %s: list some host:port in redis.addresses." $redis.kind)) -}}
+{{- end -}}
+{{- if $redis.host -}}
+{{- include "diffleet.fault" (dict "faults" .faults "text" (printf "redis.kind is %s, which redis.addresses name: leave redis.host empty." $redis.kind)) -}}
+{{- end -}}
+{{- end -}}
+{{- if and (eq $redis.kind "sentinel") $redis.tls.enabled -}}
+{{- include "diffleet.fault" (dict "faults" .faults "text" "redis.tls.enabled is true, but through sentinels there is no TLS: use a service that follows the primary, or a Cluster.") -}}
+{{- end -}}
+{{- if and (eq $redis.kind "cluster") (ne (int $redis.db) 0) -}}
+{{- include "diffleet.fault" (dict "faults" .faults "text" (printf "redis.db is %d; a Cluster has no database but 0." (int $redis.db))) -}}
+{{- end -}}
+{{- if and (eq $redis.kind "cluster") $values.jobs.enabled (not (get $values.jobs.settings "jobs_redis_url")) -}}
+{{- include "diffleet.fault" (dict "faults" .faults "text" "the jobs' own queue cannot be in a Cluster: name a server in jobs.settings.jobs_redis_url.") -}}
 {{- end -}}
 {{- if and $redis.tls.caSecret (not $redis.tls.enabled) -}}
 {{- include "diffleet.fault" (dict "faults" .faults "text" "redis.tls.caSecret is set, but redis.tls.enabled is false: enable TLS, or remove the certificate.") -}}
