@@ -62,7 +62,9 @@ app.add_typer(operating.app)
 # The flags of these commands belong to the processes that they start.
 _PASS_ON: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
-Url = Annotated[str, typer.Option(envvar="DIFFLEET_URL", help="Address of the fleet's api.")]
+Url = Annotated[
+    str, typer.Option(envvar="DIFFLEET_URL", help="Address of the fleet's api, which is shown the DIFFLEET_API_KEY.")
+]
 RedisUrl = Annotated[
     str | None, typer.Option(envvar="DIFFLEET_REDIS_URL", help="redis://, rediss:// or unix:// URL of the queue.")
 ]

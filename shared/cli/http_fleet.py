@@ -1,6 +1,7 @@
 """A fleet behind its HTTP api, as the command line asks it."""
 
 import contextlib
+import os
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,20 +15,30 @@ from shared.cli.exits import Exit, Stop
 from shared.cli.question import Question
 from shared.cli.sse import sse_data
 
+KEY_VARIABLE = "DIFFLEET_API_KEY"
+"""Not an option: every user of a machine can read a command line."""
+
 _TIMEOUT = httpx.Timeout(connect=5.0, read=120.0, write=30.0, pool=5.0)
 _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 
 
 @contextlib.asynccontextmanager
 async def connected(url: str) -> AsyncGenerator[httpx.AsyncClient]:
-    """Yield a client of the api at `url`; raises `Stop` for a bad address, and for what goes wrong on the way."""
+    """Yield a client of the api at `url`; raises `Stop` for a bad address, and for what goes wrong on the way.
+
+    It shows the key in `DIFFLEET_API_KEY`, if there is one.
+    """
     parts = urlsplit(url)
     if parts.scheme not in {"http", "https"} or not parts.hostname:
         raise Stop(Exit.USAGE, f"{url!r} is not an http:// or https:// address")
     # A proxy from the environment is for the world outside, not for this machine.
     proxied = parts.hostname not in _LOOPBACK
     try:
-        async with httpx.AsyncClient(base_url=url.rstrip("/"), timeout=_TIMEOUT, trust_env=proxied) as client:
+        key = os.environ.get(KEY_VARIABLE)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        async with httpx.AsyncClient(
+            base_url=url.rstrip("/"), timeout=_TIMEOUT, trust_env=proxied, headers=headers
+        ) as client:
             yield client
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:
         raise Stop(

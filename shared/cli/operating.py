@@ -18,7 +18,9 @@ DATA_DIR = ServiceSettings.model_fields["data_dir"].default
 
 app = typer.Typer()
 
-Url = Annotated[str, typer.Option(envvar="DIFFLEET_URL", help="Address of the fleet's api.")]
+Url = Annotated[
+    str, typer.Option(envvar="DIFFLEET_URL", help="Address of the fleet's api, which is shown the DIFFLEET_API_KEY.")
+]
 RedisUrl = Annotated[
     str | None,
     typer.Option(envvar="DIFFLEET_REDIS_URL", help="URL of the queue; unset: that of `diffleet up` here."),

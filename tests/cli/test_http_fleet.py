@@ -6,7 +6,7 @@ import pytest
 
 from shared.cli.canvas import Canvas, Cell
 from shared.cli.exits import Exit, Stop
-from shared.cli.http_fleet import after_chat, after_native, refusal, request_of
+from shared.cli.http_fleet import after_chat, after_native, connected, refusal, request_of
 from shared.cli.question import Question
 
 VIEW = {"tokens": ["there", None], "confidence": [0.9, 0.0], "step": 1, "nfe": 3}
@@ -85,3 +85,10 @@ def test_only_what_was_chosen_is_sent() -> None:
         "stream": True,
         "stream_mode": "denoise",
     }
+
+
+@pytest.mark.parametrize("key", ["df-secret", ""])
+async def test_the_key_of_the_environment_is_shown_to_the_api(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.setenv("DIFFLEET_API_KEY", key)
+    async with connected("http://127.0.0.1:1") as client:
+        assert client.headers.get("Authorization") == (f"Bearer {key}" if key else None)
