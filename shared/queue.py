@@ -104,6 +104,7 @@ class WorkerQueue:
         self._slots = slots
         self._probation: _Partition | None = None
         self._make_room = False
+        self._could_give_back = False
         self._workers = 1
         self._partitions = [_Partition(Keys(partition(model, number))) for number in range(partitions)]
         self._turn = 0
@@ -313,7 +314,7 @@ class WorkerQueue:
         names += [part.keys.handed_back(), part.keys.rate(), part.keys.officers(), part.keys.workers()]
         limits: list[Argument] = [limit, self._lease_ms, int(reap), self._max_attempts, WIRE_VERSION, self._slots, held]
         cursors = [part.cursors[lane] for lane in order]
-        args = [*self._me(part), *limits, *cursors]
+        args = [*self._me(part), *limits, *cursors, int(self._could_give_back)]
         try:
             claims, cursors, officer, dropped, workers = await self._link.run(script("take"), names, args)
         except GroupMissing:
@@ -325,8 +326,13 @@ class WorkerQueue:
         part.was_away = False
         self._count_dropped(dropped)
         self._workers = workers
+        entered = bool(officer) and self._probation is None
         self._enter_probation(part if officer else None)
         self._make_room = officer == _EMPTY_YOURSELF
+        # What it holds when it enters office are no suspects; as long as the rest cannot go on with them, ask again.
+        self._could_give_back = (
+            bool(officer) and held > 0 and not self._make_room and (entered or self._could_give_back)
+        )
         part.cursors = {lane: cursor.decode() for lane, cursor in zip(order, cursors, strict=True)}
         if reap:
             part.reap_at = time.monotonic() + random.uniform(0.75, 1.25) * self._reap_every_s

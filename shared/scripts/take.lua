@@ -9,7 +9,7 @@
 -- Whoever becomes one gives back what it runs, at the next block of each, if the rest can go on with it.
 -- KEYS: three lanes in reading order, dlq, handed-back hint, rate, officers, workers
 -- ARGV: prefix, group, consumer, budget, lease ms, reap (0 | 1), max attempts, envelope version, slots, requests held,
---       three scan cursors
+--       three scan cursors, as officer: are there requests that it could give back (0 | 1)
 -- Names of single requests derive from the prefix (same hash tag): they are known only after the read.
 -- Returns {claims, cursors, officer (0 | 1 | 2: give back what you run), malformed entries dropped, live workers}
 local worker = {
@@ -27,7 +27,31 @@ local officers, mine = {}, false
 local names = redis.call('ZRANGE', KEYS[7], 0, -1)
 for _, name in ipairs(names) do officers[name] = true end
 mine = officers[worker.name]
-if mine and held > 0 then return { claims, cursors, 1, worker.dropped, redis.call('ZCARD', KEYS[8]) } end
+
+-- How many workers beside this one take what comes, and the free slots that they had at their last beat.
+local function fleet()
+  local ready, free = 0, 0
+  local all = redis.pcall('ZRANGE', KEYS[8], 0, -1)
+  if foreign(all) then return ready, free end
+  for _, name in ipairs(all) do
+    local other = name ~= worker.name and not officers[name] and fetch(worker.prefix .. 'w:' .. name, 'state', 'free')
+    if other and other.state == 'ready' then
+      ready = ready + 1
+      free = free + (tonumber(other.free) or 0)
+    end
+  end
+  return ready, free
+end
+
+-- True if the rest can go on with what this worker runs: at once, or soon, for what comes back goes before what is new.
+local function dispensable(ready, free)
+  return held > 0 and (ready > 1 or (ready == 1 and free >= held))
+end
+
+if mine and held > 0 then
+  local give_back = ARGV[14] == '1' and dispensable(fleet())
+  return { claims, cursors, give_back and 2 or 1, worker.dropped, redis.call('ZCARD', KEYS[8]) }
+end
 
 local function claim(lane, entry, alone)
   local claimed = entry[2] and open_entry(worker, lane, entry, alone)
@@ -92,28 +116,13 @@ if left > 0 and (hinted or reap) then
   if hinted and all_seen then redis.call('DEL', KEYS[5]) end
 end
 
--- How many workers beside this one take what comes, and the free slots that they had at their last beat.
-local function fleet()
-  local ready, free = 0, 0
-  local all = redis.pcall('ZRANGE', KEYS[8], 0, -1)
-  if foreign(all) then return ready, free end
-  for _, name in ipairs(all) do
-    local other = name ~= worker.name and not officers[name] and fetch(worker.prefix .. 'w:' .. name, 'state', 'free')
-    if other and other.state == 'ready' then
-      ready = ready + 1
-      free = free + (tonumber(other.free) or 0)
-    end
-  end
-  return ready, free
-end
-
 local give_back = false
 
--- True if this worker is to run suspects. What it gives back for them goes before all that is new.
+-- True if this worker is to run suspects.
 local function serves()
   if mine and held == 0 then return true end
   local ready, free = fleet()
-  give_back = held > 0 and (ready > 1 or (ready == 1 and free >= held))
+  give_back = dispensable(ready, free)
   return #names == 0 or (ready >= #names and (held == 0 or give_back))
 end
 

@@ -177,6 +177,26 @@ async def test_a_busy_worker_gives_back_what_the_rest_can_go_on_with_and_runs_th
     assert [(claim.id, claim.attempt) for claim in await heir.take(SLOTS)] == [(claim.id, 1) for claim in running]
 
 
+async def test_a_busy_worker_gives_back_what_it_runs_once_another_has_come_but_never_its_suspects(
+    fleet: FleetClient, new_queue: NewQueue, fleet_redis: Any, redis_url: str
+) -> None:
+    busy = new_queue("busy")
+    await submit(fleet, 2)
+    running = await busy.take(2)
+    suspects = await submit_suspects(fleet, new_queue, fleet_redis, 2)
+    announce(redis_url, "busy")
+    for _ in range(2):
+        assert await busy.take(SLOTS - 2, held=2) == []
+        assert (busy.on_probation, busy.wants_room) == (True, False)
+    announce(redis_url, "new")
+    assert await busy.take(SLOTS - 2, held=2) == [] and busy.wants_room
+    assert await busy.take(SLOTS - 2, held=2) == [] and not busy.wants_room, "asked twice"
+    for claim in running:
+        await busy.hand_back(claim.id, claim.epoch)
+    assert {claim.id for claim in await busy.take(SLOTS)} == set(suspects)
+    assert await busy.take(SLOTS - 2, held=2) == [] and not busy.wants_room, "it examines them"
+
+
 async def test_an_officer_leaves_to_others_what_has_lost_one_worker(
     fleet: FleetClient, new_queue: NewQueue, fleet_redis: Any
 ) -> None:
