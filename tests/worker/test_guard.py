@@ -17,10 +17,11 @@ from shared.grammar import LIMITS, InvalidConstraint, check, grammar_of
 from shared.text import Tokenizer
 from tests.bench.structured import SCHEMAS
 from worker.bundled import bundled_folder
-from worker.constraints.closing import shortest_end
+from worker.constraints.closing import ends, shortest_end
+from worker.constraints.filling import Filling
 from worker.constraints.guard import GrammarGuard
 from worker.constraints.vocabulary import Vocabulary
-from worker.engine.plan import UNDECIDED, Guarded
+from worker.engine.plan import UNDECIDED, Fill, Guarded
 
 STOPS = (2, 0)
 FILLER = 0
@@ -167,6 +168,24 @@ def test_an_end_is_found_where_it_is_not_a_closing_bracket(pattern: str) -> None
     assert re.fullmatch(pattern, TOKENIZER.decode([token for token in found if token not in STOPS]))
 
 
+@given(st.sampled_from(range(len(CASES))), st.integers(0, 2**32))
+@settings(max_examples=60, deadline=None)
+def test_what_has_ended_one_text_ends_another_only_if_it_makes_that_whole(number: int, seed: int) -> None:
+    constraint, accepts = CASES[number]
+    random = Random(seed)
+    begun, other = (decode(constraint, 60, Random(random.random()))[0] for _ in range(2))
+    kept = random.randint(0, len(begun))
+    state, end = matcher_of(constraint), other[random.randint(0, len(other)) :] + [STOPS[0]] * random.randint(0, 1)
+    assert not kept or state.consume_tokens(begun[:kept])
+    if ends(state, VOCABULARY, end):
+        body = [token for token in end if token not in STOPS]
+        accepts(TOKENIZER.decode(begun[:kept] + body))
+        assert not body or state.consume_tokens(body)
+        assert state.is_stopped() != (len(body) < len(end))
+    found = shortest_end(state, VOCABULARY, 200)
+    assert state.is_stopped() or found is None or ends(state, VOCABULARY, found)
+
+
 def test_an_open_end_needs_a_stop_token() -> None:
     matcher = matcher_of(Regex(pattern="a*"))
     assert shortest_end(matcher, VOCABULARY, 5) == [STOPS[0]]
@@ -196,3 +215,41 @@ def test_what_has_no_grammar_is_refused_with_a_reason(constraint: Constraint, to
 def test_a_pattern_matches_whole_with_or_without_anchors(pattern: str, text: str) -> None:
     matcher = matcher_of(Regex(pattern=pattern))
     assert matcher.consume_tokens(TOKENIZER.encode(text)) and matcher.is_accepting()
+
+
+def test_what_is_forced_is_told_and_nothing_else() -> None:
+    for constraint, forced in (
+        (Choice(options=("apple pie",)), True),
+        (Choice(options=("apple pie", "plum pie")), False),
+        (JsonSchema(json_schema={"const": "Tom"}), True),
+    ):
+        guard = GrammarGuard(VOCABULARY, matcher_of(constraint), 40, FILLER)
+        fill = guard.fill(Guarded(guard, 0, (UNDECIDED,) * BLOCK, 40, True), [True] * BLOCK, Dice(Random(1)))
+        told = [is_forced for is_forced, is_open in zip(fill.forced, fill.open, strict=True) if is_open]
+        assert told[0] == forced
+        state = matcher_of(constraint)
+        for token, is_forced in zip(fill.tokens, told, strict=False):
+            if is_forced and token not in STOPS:
+                # Another token here could only spell the same text.
+                assert state.compute_ff_tokens()
+            if not state.consume_token(token):
+                break
+
+
+@given(st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), min_size=1, max_size=12), st.integers(0, 12))
+def test_what_is_forced_is_accepted_with_what_stands_before_it(
+    places: list[tuple[bool, bool, bool]], last: int
+) -> None:
+    opened, forced, accepted = ([place[part] for place in places] for part in range(3))
+    accepted = [may and taken for may, taken in zip(opened, accepted, strict=True)]
+    end = last if last < len(places) and opened[last] else None
+    fill = Fill([5] * len(places), [1.0] * len(places), opened, end, forced)
+    settled = Filling(fills={0: fill}).settle(0, accepted)
+    first = next((at for at in range(len(places)) if opened[at] and not settled[at]), len(places))
+    for at, taken in enumerate(settled):
+        if taken and not accepted[at]:
+            assert opened[at] and (at < first) and (forced[at] or end is not None)
+        if accepted[at] and not taken:
+            assert at == end
+    # Nothing forced is left right behind what is decided, but for an end that was taken back.
+    assert first == len(places) or not forced[first] or first == end

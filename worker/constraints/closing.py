@@ -27,6 +27,16 @@ def shortest_end(matcher: LLMatcher, vocabulary: Vocabulary, room: int) -> list[
     return _walk(matcher, vocabulary, room, wander=True) if found is None else found
 
 
+def ends(matcher: LLMatcher, vocabulary: Vocabulary, end: Sequence[int]) -> bool:
+    """Tell whether tokens that have ended another text would end this one: far cheaper than to look for an end."""
+    stop = bool(end) and end[-1] in vocabulary.stop_ids
+    body = list(end[:-1] if stop else end)
+    if matcher.is_stopped() or matcher.validate_tokens(body) < len(body):
+        return False
+    state = matcher.deep_copy()
+    return state.consume_tokens(body) and state.is_accepting() and state.is_stopped() != stop
+
+
 def _walk(matcher: LLMatcher, vocabulary: Vocabulary, room: int, *, wander: bool) -> list[int] | None:
     """Walk to an end; with `wander` to places first that the walk has not seen, else only on from where it is."""
     state, end, seen = matcher.deep_copy(), list[int](), set[bytes]()

@@ -66,9 +66,15 @@ class Filling:
             view.masked[number, :length] &= torch.tensor(fill.open, device=device)
 
     def settle(self, number: int, accepted: list[bool]) -> list[bool]:
-        """Return what is accepted of a canvas: its end only where everything before it is decided."""
+        """Return what is accepted of a canvas: its end only where everything before it is decided.
+
+        What the text up to it leaves no choice for is accepted too: the next forward would decide nothing else.
+        """
         fill = self.fills.get(number)
-        if fill is None or fill.end is None or not accepted[fill.end]:
+        if fill is None:
+            return accepted
+        accepted = _with_forced(accepted, fill)
+        if fill.end is None or not accepted[fill.end]:
             return accepted
         left = [index for index in compress(range(fill.end), fill.open[: fill.end]) if not accepted[index]]
         if not left:
@@ -77,6 +83,17 @@ class Filling:
         if not any(accepted):
             accepted[left[0]] = True
         return accepted
+
+
+def _with_forced(accepted: list[bool], fill: Fill) -> list[bool]:
+    """Return what is accepted, and with it what is forced as far as nothing before it is left undecided."""
+    accepted = accepted[:]
+    for index, (may, forced) in enumerate(zip(fill.open, fill.forced, strict=False)):
+        if may and not accepted[index]:
+            if not forced:
+                break
+            accepted[index] = True
+    return accepted
 
 
 def _report(

@@ -11,12 +11,13 @@ cut at the last position from which it can, and goes on with that end.
 The idea of a witness for gaps: arXiv 2602.00612 (lookahead verification); the room is ours.
 """
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from llguidance import LLMatcher
 
-from worker.constraints.closing import shortest_end
+from worker.constraints.closing import ends, shortest_end
 from worker.constraints.vocabulary import Vocabulary, allowed_tokens
 from worker.engine.plan import UNDECIDED, DeadEnd, Fill, Guarded, Scores
 
@@ -30,10 +31,12 @@ _SURE = 0.95
 class _Walk:
     tokens: list[int]
     confidence: list[float]
-    states: list[LLMatcher]
-    """Before each position."""
+    last: LLMatcher
+    """Behind the last position, or before the stop token."""
     end: int | None = None
     """Index of the stop token."""
+    forced: list[bool] = field(default_factory=list[bool])
+    """There is no other token that may stand behind those before it."""
 
 
 class GrammarGuard:
@@ -47,6 +50,8 @@ class GrammarGuard:
         first = shortest_end(matcher, vocabulary, room)
         self._witness: list[int] = first or []
         """From the frontier on."""
+        self._end: list[int] = first or []
+        """The last one that was found."""
         self._bounded = first is not None
         """The witness is whole: the text will end in time."""
 
@@ -84,12 +89,14 @@ class GrammarGuard:
 
     def _walk(self, canvas: Guarded, tokens: Sequence[int], scores: Scores) -> _Walk:
         """Return the best valid text that holds the decided tokens."""
-        walk = _Walk([], [], [])
         state, chain = self._matcher.deep_copy(), 1.0
+        walk = _Walk([], [], state)
         held = max((index + 1 for index, token in enumerate(tokens) if token != UNDECIDED), default=0)
-        witness = self._witness[:held]
+        witness, run = self._witness[:held], deque[int]()
         for index, decided in enumerate(tokens):
-            walk.states.append(state.deep_copy())
+            forced = False
+            if walk.end is None and index >= held and not run:
+                run.extend(state.compute_ff_tokens())
             if walk.end is not None:
                 token, own = self._filler, 0.0
             elif decided != UNDECIDED:
@@ -103,18 +110,20 @@ class GrammarGuard:
                     if chain >= _HOPELESS:
                         allowed = allowed_tokens(state, self._vocabulary.stop_ids, canvas.may_stop)
                         chain = min(chain, scores.share(place, token, allowed))
+                elif run:
+                    token, forced = run.popleft(), True
                 else:
                     token, share = self._next(state, place, canvas.may_stop, scores, chain)
-                    chain = min(chain, share)
+                    chain, forced = min(chain, share), share == 1.0
                     if token in self._vocabulary.stop_ids:
                         walk.end = index
                 # Either the model itself is sure of it, or every choice on the way to it was sure.
                 own = max(scores.probability(place, token), chain if chain >= _HOPELESS else 0.0)
             walk.tokens.append(token)
             walk.confidence.append(own)
+            walk.forced.append(forced)
             if walk.end is None and not state.consume_token(token):
                 raise _dead_end(state)
-        walk.states.append(state)
         return walk
 
     def _between(self, state: LLMatcher, proposal: int, witness: Sequence[int]) -> int:
@@ -163,7 +172,7 @@ class GrammarGuard:
         """Return how much of the walk can be kept, and how the text then ends."""
 
         def end_of(kept: int) -> list[int] | None:
-            return shortest_end(walk.states[kept], self._vocabulary, room - kept)
+            return self._end_of(walk.last if kept == most else self._behind(walk, kept), room - kept)
 
         found = end_of(most)
         if found is not None:
@@ -181,11 +190,24 @@ class GrammarGuard:
                 low, best = middle, (middle, found)
         return best
 
+    def _end_of(self, state: LLMatcher, room: int) -> list[int] | None:
+        """Return how a text can end: as it could the last time, if it still can."""
+        if len(self._end) <= room and ends(state, self._vocabulary, self._end):
+            return self._end
+        found = shortest_end(state, self._vocabulary, room)
+        self._end = found or self._end
+        return found
+
+    def _behind(self, walk: _Walk, kept: int) -> LLMatcher:
+        state = self._matcher.deep_copy()
+        state.consume_tokens(walk.tokens[: kept if walk.end is None else min(kept, walk.end)])
+        return state
+
     def _along(
         self, whole: Sequence[int], walk: _Walk, canvas: Guarded, tokens: Sequence[int], scores: Scores
     ) -> _Walk:
         """Return the walk that follows a given text."""
-        along = _Walk([], [], walk.states)
+        along = _Walk([], [], walk.last)
         for index, decided in enumerate(tokens):
             if index >= len(whole):
                 token, own = self._filler, 0.0
@@ -199,6 +221,9 @@ class GrammarGuard:
                     own = walk.confidence[index] if same else scores.probability(canvas.frontier + index, token)
             along.tokens.append(token)
             along.confidence.append(own)
+            along.forced.append(
+                index < len(whole) and walk.forced[index] and whole[: index + 1] == walk.tokens[: index + 1]
+            )
         return along
 
     # --- the answer
@@ -217,6 +242,7 @@ class GrammarGuard:
             confidence=[0.0] * before + confidence + [0.0] * behind,
             open=[False] * before + opened + [False] * behind,
             end=canvas.frontier + walk.end if stops and not over and walk.end is not None else None,
+            forced=[False] * before + walk.forced + [False] * behind,
         )
 
 

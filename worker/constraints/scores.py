@@ -9,8 +9,8 @@ from kernels.noise import gumbel
 from kernels.token_stats import Filters, cut
 from worker.engine.plan import Canvas
 
-_NOISE_AT_ONCE = 2**17
-"""Numbers."""
+_NOISE_AT_ONCE = 2**14
+"""Numbers: four positions of a small vocabulary, about as many as a walk draws at."""
 
 
 class CanvasScores:

@@ -56,6 +56,8 @@ class Fill:
     """[block]: wanted positions that may be accepted."""
     end: int | None = None
     """Where the text ends by a stop token; it may be accepted if nothing before it is left undecided."""
+    forced: ReadOnly[bool] = ()
+    """[block]: what stands before it in the text leaves no other choice; empty: nowhere."""
 
 
 class Guard(Protocol):
