@@ -80,21 +80,21 @@ class LiveFleet:
         self.webhook_secret = new_secret()
 
     @property
-    def _secrets(self) -> Path:
+    def secrets(self) -> Path:
         return self.folder / "webhooks.json"
 
     @property
-    def _webhooks(self) -> tuple[str, ...]:
+    def webhook_flags(self) -> tuple[str, ...]:
         """Flags with which receivers on this machine may be called."""
-        own = ("--webhook-secrets-file", str(self._secrets), "--webhook-allow-http")
+        own = ("--webhook-secrets-file", str(self.secrets), "--webhook-allow-http")
         return (*own, "--webhook-networks", '["127.0.0.1/32"]')
 
     def start(self) -> "LiveFleet":
         self.server.start()
         self.worker = self.start_worker(MODEL)
-        self._secrets.write_text(json.dumps({"*": [self.webhook_secret]}))
-        self.front = self.start_front("--keepalive-s", "0.5", *self._webhooks)
-        self.other = self.start_front("--keepalive-s", "0.5", *self._webhooks)
+        self.secrets.write_text(json.dumps({"*": [self.webhook_secret]}))
+        self.front = self.start_front("--keepalive-s", "0.5", *self.webhook_flags)
+        self.other = self.start_front("--keepalive-s", "0.5", *self.webhook_flags)
         self.start_jobs()
         self.worker.wait_ready()
         self.front.wait_live()
@@ -114,7 +114,7 @@ class LiveFleet:
         return front
 
     def start_jobs(self, *flags: str) -> Process:
-        own = ("--redis-url", self.server.url, *self._webhooks, *flags)
+        own = ("--redis-url", self.server.url, *self.webhook_flags, *flags)
         self.jobs = Process("api.jobs", self.folder / "jobs.log", own)
         self._processes.append(self.jobs)
         return self.jobs

@@ -2,18 +2,21 @@
 
 import json
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from openai import OpenAI
+from redis import Redis
 from standardwebhooks import Webhook as Verifier
 
+from shared.keys import Keys
+from tests.conformance.conftest import TWIN
 from tests.conformance.fleet import MODEL, LiveFleet
 from tests.conformance.test_stores import line
-from tests.fleet.processes import until
+from tests.fleet.processes import WorkerProcess, until
 from tests.fleet.receivers import Receiver
 
 
@@ -59,6 +62,26 @@ def test_a_request_whose_caller_has_left_goes_on_and_is_told_of(
     assert (event["type"], event["data"]["id"]) == ("request.completed", request_id)
     read = http.get(f"/generate/{request_id}").json()
     assert len(read["token_ids"]) == event["data"]["usage"]["completion_tokens"] == 200
+
+
+def test_a_worker_and_a_front_that_are_killed_in_mid_request_lose_no_message(
+    fleet: LiveFleet, receiver: Receiver, redis: Redis, twins: Callable[[], list[WorkerProcess]]
+) -> None:
+    workers = {worker.id: worker for worker in twins()}
+    front = fleet.start_front(*fleet.webhook_flags).wait_live()
+    body = {"model": TWIN, "prompt": "Once", "max_tokens": 200, "ignore_eos": True, "stream": True}
+    with (
+        httpx.Client(base_url=front.url, timeout=60) as http,
+        http.stream("POST", "/generate", json=body | {"webhook": {"url": receiver.url}}) as stream,
+    ):
+        request_id = stream.headers["x-diffleet-request"]
+        owner = redis.hget(Keys.of(request_id).request(request_id), "own")
+        assert isinstance(owner, bytes)
+        workers[owner.decode()].send(signal.SIGKILL)
+        front.send(signal.SIGKILL)
+    (event,) = told(fleet, receiver)
+    assert (event["type"], event["data"]["id"]) == ("request.completed", request_id)
+    assert event["data"]["usage"]["completion_tokens"] == 200
 
 
 def test_a_batch_is_told_of_although_its_jobs_are_killed(fleet: LiveFleet, client: OpenAI, receiver: Receiver) -> None:

@@ -1,7 +1,8 @@
 """The record of a webhook is there exactly when its request has ended, whoever ended it."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -201,3 +202,46 @@ async def test_the_same_call_with_another_name_for_its_subject_is_the_same_call(
         for one, name in ((first, "resp_1"), (second, "resp_2"))
     ]
     assert ids == [first.id, first.id]
+
+
+@pytest.fixture
+def users(redis_url: str, fleet_redis: Any) -> Iterator[dict[str, str]]:
+    """The chart's users, each with a password; yields the URL of each."""
+    roles = ("api", "jobs", "worker")
+    lines = (Path(__file__).parents[2] / "helm" / "diffleet" / "files" / "users.acl").read_text().splitlines()
+    for line in lines:
+        words = line.split()
+        if words[:1] == ["user"] and words[1] in roles:
+            fleet_redis.execute_command("ACL", "SETUSER", *words[1:], ">secret")
+    yield {role: redis_url.replace("unix://", f"unix://{role}:secret@") for role in roles}
+    fleet_redis.execute_command("ACL", "DELUSER", *roles)
+
+
+async def test_the_charts_users_may_do_their_part(users: dict[str, str], fleet_redis: Any) -> None:
+    worker = WorkerQueue.connect(users["worker"], MODEL, "w1", reap_every_ms=0)
+    await worker.publish_card(card_of())
+    async with FleetClient.connect(users["api"]) as fleet:
+        first, second = hooked(), hooked()
+        for command in (first, second):
+            await fleet.submit(command)
+        for claim in await worker.take(2):
+            await finish(worker, claim)
+    await worker.close()
+    jobs, api = Link.open(users["jobs"]), Link.open(users["api"])
+    store = WebhookStore(jobs)
+    taken = {message.id: message for message in await store.take(PART, 10, 60_000)}
+    assert await store.settle(taken[first.id], "again", 0, "http_500")
+    (again,) = await store.take(PART, 10, 60_000)
+    assert await store.settle(again, "dead", 0, "http_410")
+    await store.close(again.to)
+    assert await store.closed(again.to)
+    assert await store.settle(taken[second.id], "told")
+    await store.add("batch_1", Recipient(url=HOOK.url, kind="batch"), b"{}")
+    operators = WebhookStore(api)
+    assert [one.id for one in await operators.list_dead([PART], 5)] == [first.id]
+    assert await operators.replay(first.id) and not await operators.closed(again.to)
+    assert [one.id for one in await operators.list_due([PART, OTHER_HOOKS], 5)] != []
+    assert (await operators.census([PART, OTHER_HOOKS])).due == 2
+    assert not await operators.discard(first.id)
+    for link in (jobs, api):
+        await link.close()
