@@ -334,9 +334,12 @@ class WorkerQueue:
             bool(officer) and held > 0 and not self._make_room and (entered or self._could_give_back)
         )
         part.cursors = {lane: cursor.decode() for lane, cursor in zip(order, cursors, strict=True)}
-        if reap:
+        found = [_claim(reply) for reply in claims]
+        # All that was asked for, and some of it from other workers: more of theirs may wait, and goes before new work.
+        more = len(found) == limit and any(claim.epoch > 1 for claim in found)
+        if reap and not more:
             part.reap_at = time.monotonic() + random.uniform(0.75, 1.25) * self._reap_every_s
-        return [_claim(reply) for reply in claims]
+        return found
 
     async def _start(self, part: "_Partition", entries: list[Entry], limit: int) -> list[Claim]:
         names = [part.keys.dead_letters(), part.keys.handed_back(), part.keys.rate(), *[e.lane for e in entries]]

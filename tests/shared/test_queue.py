@@ -373,6 +373,21 @@ async def test_a_lost_reply_of_take_comes_back_although_its_worker_lives(
     assert [claim.id for claim in await queue.take(2)] == [unseen.id]
 
 
+async def test_what_a_worker_lost_is_taken_in_portions_without_a_pause_and_before_what_is_new(
+    fleet: FleetClient, new_queue: NewQueue, fleet_redis: Any
+) -> None:
+    gone = new_queue("gone")
+    await gone.publish_card(card_of())
+    lost = [(await fleet.submit(command_for())).id for _ in range(4)]
+    await gone.take(4)
+    for request_id in lost:
+        run_out_of_lease(fleet_redis, request_id)
+    new = (await fleet.submit(command_for())).id
+    heir = new_queue("heir", reap_every_ms=HOUR_MS)
+    taken = [claim.id for number in range(1, 6) for claim in await heir.take(1, held=number)]
+    assert taken == [*lost, new]
+
+
 async def test_the_reaper_sees_past_many_live_entries(
     fleet: FleetClient, new_queue: NewQueue, fleet_redis: Any
 ) -> None:
