@@ -23,6 +23,7 @@ API_SET_BY_CHART = frozenset(
         "ready_without_workers",
         "api_keys_file",
         "webhook_secrets_file",
+        "model_store",
     }
 )
 # The jobs serve nothing, so what only the front's server reads is left out as well.
@@ -35,6 +36,7 @@ WORKER_SET_BY_CHART = frozenset(
         "model",
         "model_name",
         "partitions",
+        "model_store",
         "device",
         "max_rows",
         "load_s",
@@ -71,6 +73,11 @@ def values_schema() -> Schema:
             podAnnotations=_ref("annotations"),
         ),
         podDefaults=_pod_defaults(),
+        modelStore=_whole(
+            claimName=_STR,
+            hostPath={"type": "string", "pattern": "^(/.*)?$"},
+            path={"type": "string", "not": {"pattern": r"(^|/)\.\.(/|$)"}},
+        ),
         api=_api(),
         jobs=_jobs(),
         poolDefaults={"allOf": [_ref("pool"), {"required": list(_pool())}]},

@@ -114,6 +114,12 @@ FAULTS: dict[str, tuple[Object, Object, str]] = {
         pool(model={"source": "pvc", "pvc": {"claimName": "c", "accessMode": "ReadWriteOncePod"}}),
         "pools.a may have 4 workers, but its claim c is ReadWriteOncePod",
     ),
+    "two stores": (
+        BASE,
+        {"modelStore": {"claimName": "a", "hostPath": "/a"}},
+        "modelStore.claimName and modelStore.hostPath exclude each other",
+    ),
+    "store without a volume": (BASE, {"modelStore": {"path": "a"}}, "modelStore.path is a, but there is no volume"),
     "cache claim": (BASE, pool(compileCache={"type": "pvc"}), "set compileCache.claimName"),
     "pool drain": (BASE, pool(drain={"seconds": 76}), "pools.a.terminationGracePeriodSeconds is 90; .* = 91"),
     "pool rollout": (BASE, pool(rollout={"maxUnavailable": 0}), "pools.a.rollout has maxSurge 0 and maxUnavailable 0"),

@@ -34,7 +34,13 @@ from worker.settings import WorkerSettings
 SETTINGS: dict[str, type[BaseSettings]] = {"api": ApiSettings, "jobs": JobSettings, "worker": WorkerSettings}
 SET_BY_CHART = {"api": API_SET_BY_CHART, "jobs": JOBS_SET_BY_CHART, "worker": WORKER_SET_BY_CHART}
 # What only a server reads: not given to the jobs, though their settings are the api's.
-SERVER_ONLY = JOBS_SET_BY_CHART - API_SET_BY_CHART | {"host", "port", "drain_delay_s", "ready_without_workers"}
+SERVER_ONLY = JOBS_SET_BY_CHART - API_SET_BY_CHART | {
+    "host",
+    "port",
+    "drain_delay_s",
+    "ready_without_workers",
+    "model_store",
+}
 SLACK_S = 15
 # Every place that a process of ours writes to, with what writes there.
 WRITABLE = {"/tmp": "HOME and temporary files", "/cache": "compiled kernels", "/dev/shm": "torch"}
@@ -415,3 +421,20 @@ def test_32_placement_reaches_every_pod_hooks_too() -> None:
     assert api.spec["nodeSelector"]["role"] == "front" and "podAntiAffinity" in api.spec["affinity"]
     (worker,) = render_case("openshift").deployments("worker")
     assert worker.spec["runtimeClassName"] == "rocm"
+
+
+@pytest.mark.parametrize(
+    ("case", "folder"), [("everything", "/store/team-a"), ("host-path", "/store"), ("default", None)]
+)
+def test_the_api_and_every_worker_see_the_same_adapters_and_only_read_them(case: str, folder: str | None) -> None:
+    rendered = render_case(case)
+    workloads = [*rendered.deployments("api"), *rendered.deployments("worker")]
+    assert len(workloads) > 1
+    volumes: list[Object] = []
+    for workload in workloads:
+        assert rendered.env(workload).get("DIFFLEET_MODEL_STORE") == folder
+        volumes += [volume for volume in workload.spec["volumes"] if volume["name"] == "store"]
+        mounts = [mount for mount in workload.container["volumeMounts"] if mount["name"] == "store"]
+        assert mounts == ([{"name": "store", "mountPath": "/store", "readOnly": True}] if folder else [])
+    assert len(volumes) == (len(workloads) if folder else 0)
+    assert all(volume == volumes[0] for volume in volumes)

@@ -120,6 +120,14 @@ Faults are collected in a list inside a dict, since a template cannot return one
 
 {{- define "diffleet.validateShared" -}}
 {{- $values := .root.Values -}}
+{{- with $values.modelStore -}}
+{{- if and .claimName .hostPath -}}
+{{- include "diffleet.fault" (dict "faults" $.faults "text" "modelStore.claimName and modelStore.hostPath exclude each other: name one volume.") -}}
+{{- end -}}
+{{- if and .path (not .claimName) (not .hostPath) -}}
+{{- include "diffleet.fault" (dict "faults" $.faults "text" (printf "modelStore.path is %s, but there is no volume: set modelStore.claimName or modelStore.hostPath." .path)) -}}
+{{- end -}}
+{{- end -}}
 {{- include "diffleet.validateLabels" (dict "faults" .faults "where" "commonLabels" "labels" $values.commonLabels) -}}
 {{- include "diffleet.validateLabels" (dict "faults" .faults "where" "podDefaults.labels" "labels" $values.podDefaults.labels) -}}
 {{- range $name := list "serviceMonitor" "podMonitor" "rules" -}}

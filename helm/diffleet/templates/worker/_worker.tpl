@@ -12,6 +12,7 @@ DIFFLEET_LOAD_S: {{ int $pool.startup.budgetSeconds | quote }}
 DIFFLEET_DRAIN_S: {{ int $pool.drain.seconds | quote }}
 DIFFLEET_METRICS_HOST: "0.0.0.0"
 DIFFLEET_METRICS_PORT: {{ int $pool.metricsPort | quote }}
+{{- include "diffleet.storeConfig" .root }}
 {{- include "diffleet.settings" $pool.settings }}
 {{- end -}}
 
