@@ -12,7 +12,7 @@ from api.access import Caller, Guard, load_keys
 from api.admission import REQUEST_ID_HEADER
 from api.assembly import open_services
 from api.metrics import Metrics
-from api.middleware import BodyLimit, LastResort, RequestLog, TrailingSlash
+from api.middleware import BodyLimit, ForgivingPath, LastResort, RequestLog
 from api.openapi import without_422
 from api.ports import Fleet
 from api.routes import (
@@ -99,7 +99,7 @@ def create_app(settings: ApiSettings, client: Fleet | None = None) -> FastAPI:
                 expose_headers=EXPOSED_HEADERS,
             ),
             Middleware(LastResort),
-            Middleware(TrailingSlash),
+            Middleware(ForgivingPath),
             Middleware(Guard, keys=keys, default=anyone),
             Middleware(
                 BodyLimit,

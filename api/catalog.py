@@ -50,14 +50,15 @@ class ServedModel:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         field: str = "messages",
+        options: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Return the ids of a chat under the model's template; raises `ApiError` that names `field`."""
         if not self.tokenizer.template_takes_tools:
             messages, tools = plain_messages(messages, tools or ()), None
         try:
             if sum(len(message["content"]) for message in messages) < _LONG_TEXT:
-                return self.tokenizer.encode_chat(messages, tools, add_generation_prompt)
-            return await asyncio.to_thread(self.tokenizer.encode_chat, messages, tools, add_generation_prompt)
+                return self.tokenizer.encode_chat(messages, tools, add_generation_prompt, options)
+            return await asyncio.to_thread(self.tokenizer.encode_chat, messages, tools, add_generation_prompt, options)
         except (InvalidText, TemplateError) as error:
             raise invalid(field, f"{field}: {error}") from error
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import assert_never, cast
+from typing import Any, assert_never, cast
 
 import orjson
 from fastapi import FastAPI, Request
@@ -159,8 +159,12 @@ class Complaint:
 def complaint_of(error: ValidationError, body: object) -> Complaint:
     """Return the first complaint about a body, in JSON's words."""
     first = error.errors(include_url=False, include_input=False)[0]
+    return _complaint(first, _place(first["loc"], body, missing=first["type"] == "missing"))
+
+
+def _complaint(first: Mapping[str, Any], place: tuple[int | str, ...]) -> Complaint:
     context = first.get("ctx", {})
-    place = (*_place(first["loc"], body, missing=first["type"] == "missing"), *context.get("at", ()))
+    place = (*place, *context.get("at", ()))
     match first["type"]:
         case "missing":
             return Complaint(place, "is required", "missing_required_parameter")
@@ -223,16 +227,24 @@ def install(app: FastAPI) -> None:
         assert known is not None
         return render(known)
 
-    def http(_: Request, error: Exception) -> Response:
+    def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         code = _HTTP_CODES.get(error.status_code, "invalid_request" if error.status_code < 500 else "internal_error")
-        return render(ApiError(error.status_code, code, str(error.detail), headers=error.headers))
+        headers = error.headers or {}
+        match error.status_code:
+            case 404:
+                message = f"there is no path {request.url.path[:120]!r}; /docs lists those that there are"
+            case 405:
+                message = f"this path does not take {request.method[:16]}; it takes {headers.get('Allow', 'others')}"
+            case _:
+                message = str(error.detail)
+        return render(ApiError(error.status_code, code, message, headers=headers))
 
     def validation(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         first = error.errors()[0]
         param = path_of(tuple(first["loc"][1:]))
-        return render(invalid(param, f"{param}: {first['msg']}"))
+        return render(invalid(param, _complaint(first, ()).about(param)))
 
     def gone(_: Request, __: Exception) -> Response:
         return Response(status_code=CLIENT_GONE)

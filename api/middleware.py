@@ -17,6 +17,7 @@ from shared.telemetry import bind, note
 logger = logging.getLogger("diffleet.api")
 
 _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_SLASHES = re.compile("//+")
 _QUIET = ("/health", "/metrics", "/ping", "/load")
 
 
@@ -91,16 +92,35 @@ class LastResort:
                 await render(internal())(scope, receive, send)
 
 
-class TrailingSlash:
-    """Take a path with a slash at its end for the one without: a redirect would lose the body of a POST."""
+class ForgivingPath:
+    """Take a path with a slash at its end, or several in a row, for the one without; and HEAD for GET without a body.
+
+    A redirect would lose the body of a POST; doubled slashes come from base URLs that end with one.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and len(scope["path"]) > 1:
-            scope["path"] = scope["path"].rstrip("/") or "/"
-        await self._app(scope, receive, send)
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if len(scope["path"]) > 1:
+            scope["path"] = _SLASHES.sub("/", scope["path"]).rstrip("/") or "/"
+        if scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_head(message: Message) -> None:
+            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+        # The server keeps the scope that it has made, and with it what to do for HEAD.
+        inner = {**scope, "method": "GET", "state": scope.setdefault("state", {})}
+        try:
+            await self._app(inner, receive, send_head)
+        finally:
+            # The log tells the route.
+            scope["route"] = inner.get("route")
 
 
 class BodyLimit:

@@ -70,6 +70,10 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
+    "use_beam_search": (False,),
+    "return_token_ids": (False,),
+    "continue_final_message": (False,),
+    "chat_template": (),
 }
 """Fields whose effect only some endpoints deliver, or none, and the values (besides null) that ask for nothing.
 
@@ -553,6 +557,10 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = Field(default=None, description="Log-probability of each token when it was decided.")
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS, description="Of so many others beside it.")
     stream_options: StreamOptions | None = None
+    add_generation_prompt: bool | None = Field(default=None, description="False: without the start of an answer.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        default=None, max_length=16, description="What else the model's chat template asks for: enable_thinking, ..."
+    )
     tools: list[dict[str, Any]] | None = Field(default=None, description="Functions that the answer may call.")
     tool_choice: Literal["none", "auto", "required", "any"] | dict[str, Any] | None = Field(
         default=None, description="Unset: auto. required, a function or allowed_tools make sure of a call."

@@ -98,7 +98,11 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """What a forward asks for: a block of positions for each row, then one for each slot."""
+    """What a forward asks for: a block of positions for each row, and one for each slot.
+
+    A slot that is taken stands before its row's own block, so that one pass over the row's keys serves both. Behind all
+    rows come the slots that nobody takes, each by itself.
+    """
 
     token_ids: Tensor
     """[(rows + slots) * block] int64"""
@@ -109,11 +113,16 @@ class Query:
     visible_end: Tensor
     """[(rows + slots) * block] int32"""
     page_table: Tensor
-    """[rows + slots, pages] int32"""
+    """[rows + slots, pages] int32: of the rows, then of the slots that stand by themselves."""
+    offsets: Tensor
+    """[rows + slots + 1] int32: where the positions of each row begin, and of each slot that stands by itself; others
+    have none."""
+    own: Tensor
+    """[rows * block] int64: where the rows' own blocks stand."""
     decides: Tensor
     """[rows] int32: 1 for rows whose positions are those of their active block."""
     owners: Tensor
-    """[rows + slots] int32: the row that each block of positions belongs to."""
+    """[rows + slots] int32: the row that each block of positions belongs to, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +149,18 @@ def canvas_query(state: Tensor, layout: Layout, slots: int) -> Query:
     order = waiting.cumsum(0)
     alone = waiting & (order > slots)
     taken = waiting & ~alone
-    owner = torch.zeros(slots, dtype=torch.int64, device=state.device)
-    found = torch.zeros(slots, dtype=torch.bool, device=state.device)
-    owner[order[taken] - 1] = taken.nonzero()[:, 0]
-    found[order[taken] - 1] = True
-    who = torch.cat((torch.arange(rows, device=state.device), owner))
-    behind = torch.cat((alone, torch.ones_like(found)))[:, None]
-    real = torch.cat((live, found))[:, None]
+    count = taken.cumsum(0)
+    used = int(count[-1])
+    numbers, unused = torch.arange(rows, device=state.device), torch.arange(used, slots, device=state.device)
+    places = numbers + count
+    who = torch.zeros(rows + slots, dtype=torch.int64, device=state.device)
+    who[places], who[places[taken] - 1] = numbers, numbers[taken]
+    behind, real = torch.zeros_like(who, dtype=torch.bool), torch.zeros_like(who, dtype=torch.bool)
+    behind[places], behind[places[taken] - 1], behind[rows + unused] = alone, True, True
+    real[places], real[places[taken] - 1] = live, True
+    behind, real = behind[:, None], real[:, None]
+    each = torch.arange(slots + 1, device=state.device).clamp(min=used)
+    begins = torch.cat((places - taken.long(), rows + each))
 
     asked = state[who]
     start, bound = asked[:, Field.START, None], asked[:, Field.END, None]
@@ -155,14 +169,16 @@ def canvas_query(state: Tensor, layout: Layout, slots: int) -> Query:
     real = real & (position >= 0) & ((bound == 0) | (position >= start))
     position = torch.where(real, position, 0)
     table = asked[:, layout.table]
-    places = table.gather(1, position // layout.page_size) * layout.page_size + position % layout.page_size
+    written = table.gather(1, position // layout.page_size) * layout.page_size + position % layout.page_size
     ends = torch.where(bound > 0, bound, (position // block + 1) * block)
     return Query(
         token_ids=torch.where(real, ids, 0).reshape(-1),
         positions=position.reshape(-1),
-        slots=torch.where(real, places, layout.scratch * layout.page_size).reshape(-1),
+        slots=torch.where(real, written, layout.scratch * layout.page_size).reshape(-1),
         visible_end=torch.where(real, ends, 1).int().view(-1),
-        page_table=table.int(),
+        page_table=torch.cat((state[:, layout.table], state[:1, layout.table].expand(slots, -1))).int(),
+        offsets=(begins * block).int(),
+        own=(places[:, None] * block + torch.arange(block, device=state.device)).view(-1),
         decides=(live & ~alone).int(),
         owners=who.int(),
     )

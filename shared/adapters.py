@@ -49,6 +49,10 @@ class InvalidAdapter(Exception):
         self.message = message
 
 
+class UnreadableAdapter(InvalidAdapter):
+    """A file or folder is not there, or cannot be read: it may be elsewhere, or later."""
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterFacts:
     rank: int
@@ -72,7 +76,7 @@ def find_folder(store: Path, path: str) -> Path:
     if not folder.is_relative_to(root) or folder == root:
         raise InvalidAdapter("path", "must name a folder inside the model store")
     if not folder.is_dir():
-        raise InvalidAdapter("path", f"there is no folder {path[:200]!r} in the model store")
+        raise UnreadableAdapter("path", f"there is no folder {path[:200]!r} in the model store")
     return folder
 
 
@@ -92,6 +96,9 @@ def check_adapter(folder: Path, targets: Targets) -> AdapterFacts:
     shapes = _pair(read_shapes(_weights_of(folder)))
     for module, (a, b) in shapes.items():
         wanted = targets.get(module)
+        if wanted is None and ".experts." in f".{module}":
+            message = f"{module[:200]} is an expert of a mixture: adapters of experts are not served"
+            raise InvalidAdapter("target_modules", message)
         if wanted is None:
             known = ", ".join(sorted({name.rpartition(".")[2] for name in targets})) or "none"
             message = f"{module[:200]} is no linear layer of this model that takes adapters; those are {known}"
@@ -115,7 +122,7 @@ def digest_of(folder: Path) -> str:
             with (folder / name).open("rb") as file:
                 total.update(hashlib.file_digest(file, "sha256").digest())
         except OSError as error:
-            raise InvalidAdapter(name, error.strerror or "cannot be read") from error
+            raise UnreadableAdapter(name, error.strerror or "cannot be read") from error
     return total.hexdigest()
 
 
@@ -162,7 +169,7 @@ def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
             shapes[name] = shape
         return shapes
     except OSError as error:
-        raise InvalidAdapter(path.name, error.strerror or "cannot be read") from error
+        raise UnreadableAdapter(path.name, error.strerror or "cannot be read") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidAdapter(path.name, "is not a safetensors file") from error
 
@@ -171,9 +178,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
     try:
         content: object = json.loads((folder / CONFIG).read_bytes())
     except FileNotFoundError as error:
-        raise InvalidAdapter(CONFIG, "is missing") from error
+        raise UnreadableAdapter(CONFIG, "is missing") from error
     except OSError as error:
-        raise InvalidAdapter(CONFIG, error.strerror or "cannot be read") from error
+        raise UnreadableAdapter(CONFIG, error.strerror or "cannot be read") from error
     except ValueError as error:
         raise InvalidAdapter(CONFIG, "is not valid JSON") from error
     if not isinstance(content, dict):
@@ -188,7 +195,7 @@ def _weights_of(folder: Path) -> Path:
     pickles = [name for name in ("adapter_model.bin", "adapter_model.pt") if (folder / name).exists()]
     if pickles:
         raise InvalidAdapter(pickles[0], f"is a pickle, which may run code: only {WEIGHTS} is read")
-    raise InvalidAdapter(WEIGHTS, "is missing")
+    raise UnreadableAdapter(WEIGHTS, "is missing")
 
 
 def _pair(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[Shape, Shape]]:

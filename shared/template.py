@@ -47,12 +47,17 @@ class ChatTemplate:
         except JinjaError as error:
             raise TemplateError(f"the model's chat template is broken: {error}") from error
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Message] | None, add_generation_prompt: bool) -> str:
-        """Return the prompt as text; raises `TemplateError`."""
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None,
+        add_generation_prompt: bool,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the prompt as text; raises `TemplateError`. No option stands in for what is given beside them."""
+        given = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._template.render(
-                messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **self._special_tokens
-            )
+            return self._template.render({**(options or {}), **given, **self._special_tokens})
         except JinjaError as error:
             raise TemplateError(f"the model's chat template refuses these messages: {error}") from error
         except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:

@@ -106,17 +106,28 @@ class Tokenizer:
         return self._new_detokenizer(skip_special)
 
     def render_chat(
-        self, messages: Sequence[Message], tools: Sequence[Message] | None = None, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None = None,
+        add_generation_prompt: bool = True,
+        options: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt that the model's chat template makes; raises `TemplateError`, `InvalidText`."""
+        """Return the prompt that the model's chat template makes; raises `TemplateError`, `InvalidText`.
+
+        `options` are further names that the template may ask for.
+        """
         if self._template is None:
             raise TemplateError("this model has no chat template; send a plain prompt instead")
-        rendered = self._template.render(messages, tools, add_generation_prompt)
+        rendered = self._template.render(messages, tools, add_generation_prompt, options)
         _check_text(rendered)
         return rendered
 
     def encode_chat(
-        self, messages: Sequence[Message], tools: Sequence[Message] | None = None, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None = None,
+        add_generation_prompt: bool = True,
+        options: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Return the ids of a rendered chat; raises `TemplateError`, `InvalidText`.
 
@@ -124,7 +135,7 @@ class Tokenizer:
         encoded as plain text, together with the text around it up to the template's next special token.
         """
         seal = _Seal(self._special)
-        rendered = self.render_chat(seal.close(messages), seal.close(tools), add_generation_prompt)
+        rendered = self.render_chat(seal.close(messages), seal.close(tools), add_generation_prompt, seal.close(options))
         if seal.empty:
             return self._encode_trusted(rendered)
         ids: list[int] = []

@@ -178,6 +178,8 @@ def _serve(settings: WorkerSettings, tracing: Tracing) -> ExitCode:
 
     heartbeat = Heartbeat(heart, pulse, settings.beat_s, bridge.held, bridge.judge, announce, give_up)
     metrics.show_ranks(1 if group is None else group.size)
+    if assembly.adapters is not None:
+        assembly.adapters.tell(metrics)
     metrics.watch(lambda: announce().free, lambda: heartbeat.age_s, lambda: assembly.forward.seconds)
     try:
         bridge.start(_ANNOUNCE_S)

@@ -187,6 +187,8 @@ class AheadRunner:
         self._crowded = False
         """In the step that was read last a row found no room."""
         self._chosen = Counter[tuple[int, int, int]]()
+        self.last: tuple[int, int, int] | None = None
+        """Rows, slots and room of the step that was read last."""
         self.asked = self.postponed = 0
         """Rows that the device might have decided, and those of them that it did not."""
 
@@ -357,6 +359,7 @@ class AheadRunner:
     ) -> None:
         """Wait for a step and tell what it decided; note what the step behind it was asked for."""
         values = flight.answer.read()
+        self.last = len(values), flight.slots, flight.room
         flags, tokens = values[:, :2].unbind(1)
         confidence = values[:, 2].contiguous().view(torch.float32)
         columns = (flags.tolist(), tokens.tolist(), confidence.tolist())

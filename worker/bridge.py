@@ -22,7 +22,7 @@ from shared.heart import Held, HeldState
 from shared.orders import Orders
 from shared.queue import Claim, Outcome, WorkerQueue
 from shared.tracing import NO_SPAN, Span, Tracing, Untraced, asked, close_with, span_name
-from worker.adapters.ports import Adapters, AdapterUnavailable
+from worker.adapters.ports import AdapterFaulty, Adapters, AdapterUnavailable
 from worker.engine.ports import Arrival, Outbox, Resume
 from worker.mailbox import Mailbox
 from worker.metrics import Metrics
@@ -333,9 +333,14 @@ class Bridge:
         except Exception as error:
             if not isinstance(error, AdapterUnavailable):
                 log.exception("an adapter's loading has failed")
-            log.warning("request passed on: %s", error, extra={"request_id": slot.id})
             failed = Failed(slot.id, claim.seq + 1, slot.epoch, "unsupported", str(error), "lora")
-            self._append(slot, _HandBack(_UNABLE_DELAY_MS, failed))
+            if isinstance(error, AdapterFaulty):
+                log.warning("request refused: %s", error, extra={"request_id": slot.id})
+                self._metrics.count_refused(failed.code)
+                self._append(slot, failed)
+            else:
+                log.warning("request passed on: %s", error, extra={"request_id": slot.id})
+                self._append(slot, _HandBack(_UNABLE_DELAY_MS, failed))
             return
         slot.lora = request.lora
         if self._held.get(slot.id) is not slot:

@@ -87,7 +87,6 @@ class StepGraphs:
         hidden = (max_rows * layout.block, model.spec.hidden_size)
         self._hidden = torch.zeros(hidden, dtype=model.dtype, device=device)
         self._decides = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self._offsets = torch.arange(2 * max_rows + 1, dtype=torch.int32, device=device) * layout.block
         self._plain = torch.ones(max_rows * layout.block, device=device)
         self._layers: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
         self._heads: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
@@ -191,9 +190,9 @@ class StepGraphs:
         """Run the forward of the rows' positions and the slots'; keep what the head needs."""
         query = kernels.canvas_query(self.state[:rows], self.layout, slots)
         lora = self._lora(query) if adapted else None
-        context = ForwardContext(self._plan(rows + slots, query), query.positions, self._kv, lora=lora)
-        own = rows * self.layout.block
-        self._hidden[:own].copy_(self._model.module.forward(query.token_ids, context)[:own])
+        context = ForwardContext(self._plan(rows, slots, query), query.positions, self._kv, lora=lora)
+        hidden = self._model.module.forward(query.token_ids, context)
+        torch.index_select(hidden, 0, query.own, out=self._hidden[: rows * self.layout.block])
         self._decides[:rows].copy_(query.decides)
 
     def _lora(self, query: Query) -> LowRank:
@@ -230,18 +229,19 @@ class StepGraphs:
             self._model.spec.mask_token_id,
         )
 
-    def _plan(self, asks: int, query: Query) -> AttentionPlan:
+    def _plan(self, rows: int, slots: int, query: Query) -> AttentionPlan:
         layout = self.layout
         if not self._on_gpu:
-            return _reference_plan(query, asks, layout, self._model.dtype)
-        tokens, reach = asks * layout.block, layout.pages * layout.page_size
+            return _reference_plan(query, layout, self._model.dtype)
+        asks, reach = rows + slots, layout.pages * layout.page_size
+        longest = layout.block * (2 if slots else 1)
         return AttentionPlan(
             slots=query.slots,
-            row_offsets=self._offsets[: asks + 1],
+            row_offsets=query.offsets,
             visible_end=query.visible_end,
             page_table=query.page_table,
             # The kernel needs no more of its groups than the longest query.
-            groups=(RowGroup(slice(0, tokens), slice(0, 0), asks, layout.block, reach, None),),
+            groups=(RowGroup(slice(0, asks * layout.block), slice(0, 0), asks, longest, reach, None),),
         )
 
 
@@ -257,13 +257,16 @@ def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:
     return median(times)
 
 
-def _reference_plan(query: Query, asks: int, layout: Layout, dtype: torch.dtype) -> AttentionPlan:
+def _reference_plan(query: Query, layout: Layout, dtype: torch.dtype) -> AttentionPlan:
     """Return a plan with the groups that the reference needs, which are facts on the host."""
-    ends = query.visible_end.view(asks, -1).tolist()
+    offsets, ends, tables = query.offsets.tolist(), query.visible_end.tolist(), query.page_table.tolist()
+    begins = query.positions.tolist()
+    rows = [(first, behind, table) for first, behind, table in zip(offsets, offsets[1:], tables, strict=False)]
+    rows = [(first, behind, table) for first, behind, table in rows if first < behind]
     plan = plan_attention(
-        query.positions.view(asks, -1)[:, 0].tolist(),
-        ends,
-        query.page_table.tolist(),
+        [begins[first] for first, _, _ in rows],
+        [ends[first:behind] for first, behind, _ in rows],
+        [table for _, _, table in rows],
         layout.page_size,
         device=query.slots.device,
         dtype=dtype,

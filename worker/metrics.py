@@ -8,6 +8,7 @@ from shared.events import Delta, Event, Failed, Finished, Snapshot, Usage
 from worker.engine.ports import Load, Outbox
 
 _STEP_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.4, 0.8, 1.6, 5.0, 30.0)
+_LOAD_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 _REQUEST_NFE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 
 _PHASES = ("waiting", "first_block", "streaming")
@@ -75,6 +76,13 @@ class Metrics:
         self._tokens_per_forward = gauge(
             "mean_tokens_per_forward", "Tokens of finished requests over their denoising forwards, since the start."
         )
+        self._adapter_seconds = histogram(
+            "adapter_load_seconds", "Time to load one adapter, its check included.", _LOAD_BUCKETS
+        )
+        self._adapter_failures = counter("adapter_load_failures", "Adapters that could not be loaded.")
+        self._adapter_evictions = counter("adapter_evictions", "Adapters let go of for the room of others.")
+        self._adapters = gauge("adapters_resident", "Adapters that are loaded.")
+        self._adapter_bytes = gauge("adapter_bytes", "Memory of the loaded adapters, as they lie in the store.")
         self._slots_free = gauge("slots_free", "Requests that could be claimed on top of those held.")
         self._beat_age = gauge("beat_age_seconds", "Time since the last heartbeat that Redis answered.")
         self._forward_s: Callable[[], float] = lambda: 0.0
@@ -97,6 +105,19 @@ class Metrics:
         self._forward_s = forward_s
         self._slots_free.set_function(slots_free)
         self._beat_age.set_function(beat_age_s)
+
+    def count_adapter_load(self, seconds: float) -> None:
+        self._adapter_seconds.observe(seconds)
+
+    def count_adapter_failure(self) -> None:
+        self._adapter_failures.inc()
+
+    def count_adapter_eviction(self) -> None:
+        self._adapter_evictions.inc()
+
+    def show_adapters(self, count: int, size: int) -> None:
+        self._adapters.set(count)
+        self._adapter_bytes.set(size)
 
     def count_step(self, outbox: Outbox, load: Load, seconds: float) -> None:
         """Account for one step that ran `seconds`."""

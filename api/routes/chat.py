@@ -77,7 +77,12 @@ async def plan_chat(body: ChatBody, catalog: Catalog, call: Call) -> ChatPlan:
     offer = choose(body.tools, body.tool_choice, parallel=body.parallel_tool_calls is not False)
     constraint = await constraint_of(body, model.card, offer=offer)
     messages = [message.for_template() for message in body.messages]
-    prompt = await model.encode_chat(messages, tools=shown(body.tools, body.tool_choice))
+    prompt = await model.encode_chat(
+        messages,
+        body.add_generation_prompt is not False,
+        shown(body.tools, body.tool_choice),
+        options=body.chat_template_kwargs,
+    )
     fill = await fill_of(body, model)
     commands = to_generate(body, [prompt], model, "messages", call, constraint, fill)
     draft = await draft_of(body, model)

@@ -43,6 +43,8 @@ def canvas_query(state: Tensor, layout: Layout, slots: int) -> Query:
         slots=torch.empty(tokens, dtype=torch.int64, device=device),
         visible_end=torch.empty(tokens, dtype=torch.int32, device=device),
         page_table=torch.empty((asks, layout.pages), dtype=torch.int32, device=device),
+        offsets=torch.empty(asks + 1, dtype=torch.int32, device=device),
+        own=torch.empty(rows * layout.block, dtype=torch.int64, device=device),
         decides=decides[:rows],
         owners=torch.empty(asks, dtype=torch.int32, device=device),
     )
@@ -53,6 +55,8 @@ def canvas_query(state: Tensor, layout: Layout, slots: int) -> Query:
         query.slots,
         query.visible_end,
         query.page_table,
+        query.offsets,
+        query.own,
         decides,
         query.owners,
         state.stride(0),
@@ -78,6 +82,8 @@ def _ask(
     slots_ptr,
     ends_ptr,
     table_ptr,
+    offsets_ptr,
+    own_ptr,
     decides_ptr,
     owners_ptr,
     stride,
@@ -100,11 +106,18 @@ def _ask(
     waiting = all_live & (tl.load(state_ptr + r.to(tl.int64) * stride + _COMMIT, mask=r < rows, other=0) != 0)
     order = tl.cumsum(waiting.to(tl.int32), 0)
     # The row that this program asks for; a slot's owner is the one that comes in its place among those that wait.
-    mine = ((ask < rows) & (r == ask)) | ((ask >= rows) & waiting & (order == ask - rows + 1))
+    slot = ask - rows
+    mine = ((slot < 0) & (r == ask)) | ((slot >= 0) & waiting & (order == slot + 1))
     row = tl.sum(tl.where(mine, r, 0), 0)
     live = tl.max((mine & all_live).to(tl.int32), 0)
     alone = tl.max((mine & waiting & (order > slots)).to(tl.int32), 0)
-    before = tl.where(ask < rows, alone, 1)
+    before = tl.where(slot < 0, alone, 1)
+    # Where its block stands: behind those of the rows and slots before it.
+    used = tl.minimum(tl.max(order, 0), slots)
+    upto = tl.minimum(tl.sum(tl.where(mine, order, 0), 0), slots)
+    has = tl.max((mine & waiting & (order <= slots)).to(tl.int32), 0)
+    chunk = tl.where(slot < 0, ask + upto, tl.where(has != 0, row + slot, ask))
+    begin = tl.where(slot < 0, chunk - has, rows + tl.maximum(slot, used))
 
     state = state_ptr + row.to(tl.int64) * stride
     lists = state + _FIELDS
@@ -116,14 +129,18 @@ def _ask(
     real = (live + 0 * i != 0) & (position >= 0) & inside & ((bound == 0) | (position >= start))
     position = tl.where(real, position, 0)
     page = tl.load(lists + 3 * BLOCK + position // PAGE, mask=real, other=0)
-    place = ask * BLOCK + i
+    place = chunk * BLOCK + i
     ends = tl.where(bound > 0, bound, (position // BLOCK + 1) * BLOCK)
     tl.store(ids_ptr + place, tl.load(lists + column, mask=real, other=0), mask=inside)
     tl.store(positions_ptr + place, position, mask=inside)
     tl.store(slots_ptr + place, tl.where(real, page * PAGE + position % PAGE, scratch), mask=inside)
     tl.store(ends_ptr + place, tl.where(real, ends, 1).to(tl.int32), mask=inside)
     tl.store(decides_ptr + ask, live * (1 - alone))
-    tl.store(owners_ptr + ask, row)
+    tl.store(owners_ptr + chunk, row)
+    tl.store(offsets_ptr + ask, begin * BLOCK)
+    tl.store(offsets_ptr + rows + slots, (rows + slots) * BLOCK)
+    tl.store(own_ptr + ask * BLOCK + i, place.to(tl.int64), mask=inside & (slot + 0 * i < 0))
+    lists = state_ptr + tl.where(slot < 0, row, 0).to(tl.int64) * stride + _FIELDS
     for first in range(0, pages, BLOCK_S):
         number = first + i
         page = tl.load(lists + 3 * BLOCK + number, mask=number < pages, other=0)

@@ -3,8 +3,9 @@ from typing import Any
 import pytest
 
 from shared.events import Delta, Failed, Finished, Queued, Snapshot, Usage
-from tests.api.scripted import Caller, ScriptedFleet, answer, steps
-from tests.shared.tokenizers_for_tests import byte_level
+from shared.text import Tokenizer
+from tests.api.scripted import Caller, ScriptedFleet, answer, running, steps
+from tests.shared.tokenizers_for_tests import byte_level, byte_level_files
 
 PATH = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -161,3 +162,26 @@ async def test_fields_that_ask_for_nothing_are_fine(caller: Caller) -> None:
         "foo": {"bar": []},
     }
     assert (await caller.post(PATH, body)).status == 200
+
+
+async def test_options_of_the_template_reach_it(caller: Caller, fleet: ScriptedFleet) -> None:
+    template = "{{ messages[0].content }}{% if add_generation_prompt %}>{% endif %}{{ mood }}"
+    tokenizer = Tokenizer.from_files(byte_level_files(template))
+
+    class Moody(ScriptedFleet):
+        async def tokenizer(self, card: object) -> Tokenizer:
+            return tokenizer
+
+    moody = Moody()
+    async with running(moody) as other:
+        for fields, prompt in (
+            ({}, "hi>"),
+            ({"chat_template_kwargs": {"mood": "!", "messages": [], "unknown": {"a": [1]}}}, "hi>!"),
+            ({"add_generation_prompt": False}, "hi"),
+        ):
+            assert (await other.post(PATH, {"messages": [{"role": "user", "content": "hi"}]} | fields)).status == 200
+            assert tokenizer.decode(moody.commands[-1].prompt, skip_special=False) == prompt
+        # What would open a role is only text, here as in a message.
+        fields = {"chat_template_kwargs": {"mood": "<|im_end|>"}}
+        assert (await other.post(PATH, {"messages": [{"role": "user", "content": "hi"}]} | fields)).status == 200
+        assert not set(moody.commands[-1].prompt) & set(tokenizer.special_tokens.values())

@@ -212,9 +212,46 @@ async def test_a_long_body_is_a_413_by_its_announcement_and_by_its_bytes(caller:
 async def test_unknown_paths_and_methods_have_the_same_shape(caller: Caller) -> None:
     response = await caller.get("/nope")
     assert (response.status, response.error["code"]) == (404, "not_found")
+    assert "'/nope'" in response.error["message"]
     response = await caller.get("/generate")
     assert (response.status, response.error["code"]) == (405, "method_not_allowed")
     assert response.headers["allow"] == "POST"
+    assert "GET" in response.error["message"] and "POST" in response.error["message"]
+
+
+async def test_head_is_get_without_its_body(caller: Caller) -> None:
+    for path in ("/v1/models", "/version", "/nope", "/generate"):
+        whole = await caller.get(path)
+        head = await caller.call("HEAD", path, b"", {})
+        assert (head.status, head.body) == (whole.status, b"")
+        assert head.headers["content-length"] == whole.headers["content-length"]
+    metrics = (await caller.get("/metrics")).body.decode()
+    assert 'diffleet_http_requests_total{method="HEAD",route="/version",status="200"} 1.0' in metrics
+
+
+@pytest.mark.parametrize("path", ["//generate", "/generate/", "/generate//", "//generate//"])
+async def test_slashes_too_many_are_passed_over(caller: Caller, path: str) -> None:
+    assert (await caller.post(path, {"prompt": "x"})).status == 200
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"use_beam_search": True},
+        {"return_token_ids": True},
+        {"continue_final_message": True},
+        {"chat_template": "{{ 1 }}"},
+        {"bad_words": ["x"]},
+    ],
+)
+async def test_an_effect_that_nobody_delivers_is_refused_and_its_absence_is_not(
+    caller: Caller, fields: dict[str, Any]
+) -> None:
+    (name,) = fields
+    response = await caller.post(CHAT, {"messages": HI} | fields)
+    assert (response.status, response.error["param"]) == (400, name)
+    for nothing in [None, *([False] if fields[name] is True else [])]:
+        assert (await caller.post(CHAT, {"messages": HI, name: nothing})).status == 200
 
 
 @pytest.mark.parametrize("streamed", [False, True])

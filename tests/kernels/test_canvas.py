@@ -156,22 +156,34 @@ def test_each_row_that_waits_gets_a_slot_or_writes_its_block_itself(data):
     waits = [row for row in range(rows) if state[row, Field.LIVE] and waiting[row]]
     alone = waits[slots:]
     assert query.decides.tolist() == [int(bool(state[row, Field.LIVE]) and row not in alone) for row in range(rows)]
-    asked = query.positions.view(-1, block).tolist()
-    ids, places = query.token_ids.view(-1, block).tolist(), query.slots.view(-1, block).tolist()
-    scratch = [layout.scratch * layout.page_size] * block
+    ids, places = query.token_ids.tolist(), query.slots.tolist()
+    asked, ends, owners = query.positions.tolist(), query.visible_end.tolist(), query.owners.tolist()
+    offsets, scratch = query.offsets.tolist(), [layout.scratch * layout.page_size] * block
+    assert (len(offsets), offsets[0], offsets[-1]) == (rows + slots + 1, 0, (rows + slots) * block)
+    assert offsets == sorted(offsets)
     written: list[int] = []
-    for ask, row in [*enumerate(range(rows)), *((rows + slot, row) for slot, row in enumerate(waits[:slots]))]:
-        start, behind = int(state[row, Field.START]), ask >= rows or row in alone
+    for row in range(rows):
+        first, behind = offsets[row], offsets[row + 1]
+        own = query.own[row * block : (row + 1) * block].tolist()
+        assert own == [*range(behind - block, behind)]
+        assert query.page_table[row].tolist() == state[row, layout.table].tolist()
         if not state[row, Field.LIVE]:
-            assert places[ask] == scratch
+            assert places[first:behind] == scratch
             continue
-        first = start - block if behind else start
-        assert asked[ask] == [first, first + 1]
-        assert ids[ask] == state[row, layout.before if behind else layout.tokens].tolist()
-        assert query.page_table[ask].tolist() == state[row, layout.table].tolist()
-        assert query.visible_end.view(-1, block)[ask].tolist() == [first + block] * block
-        written += places[ask]
-    assert all(place == scratch for place in places[rows + len(waits[:slots]) :])
+        start = int(state[row, Field.START])
+        tokens, before = state[row, layout.tokens].tolist(), state[row, layout.before].tolist()
+        expected = before if row in alone else [*before, *tokens] if row in waits else tokens
+        begin = start - block if row in waits else start
+        assert ids[first:behind] == expected
+        assert asked[first:behind] == [*range(begin, begin + len(expected))]
+        assert ends[first:behind] == [position // block * block + block for position in asked[first:behind]]
+        assert {*owners[first // block : behind // block]} == {row}
+        written += places[first:behind]
+    # Slots that nobody has stand behind all rows, each by itself.
+    unused = max(0, slots - len(waits))
+    lengths = [behind - first for first, behind in zip(offsets[rows:], offsets[rows + 1 :], strict=False)]
+    assert lengths == [0] * (slots - unused) + [block] * unused
+    assert places[offsets[rows] :] == scratch * unused
     assert len(set(written)) == len(written)
 
 
@@ -239,8 +251,9 @@ def test_with_a_slot_it_is_written_beside_the_next_one():
     state, layout = _one_row()
     _take(state, layout, 1)
     query = canvas_query(state, layout, 1)
-    assert (query.token_ids.tolist(), query.slots.tolist()) == ([MASK, MASK, 7, 8], [0, 1, 2, 3])
-    assert query.visible_end.tolist() == [6, 6, 4, 4]
+    assert (query.token_ids.tolist(), query.slots.tolist()) == ([7, 8, MASK, MASK], [2, 3, 0, 1])
+    assert query.visible_end.tolist() == [4, 4, 6, 6]
+    assert (query.offsets.tolist(), query.own.tolist()) == ([0, 4, 4], [2, 3])
     assert _take(state, layout, 1)[0].tolist() == [1, 0]
     assert int(state[0, Field.LIVE]) == 0
 

@@ -122,6 +122,13 @@ def test_tensors_that_do_not_fit_the_model_are_refused(
     assert caught.value.field == field
 
 
+def test_an_adapter_of_experts_is_refused_in_so_many_words(tmp_path: Path) -> None:
+    weights = tensors(targets=TARGETS | {"model.layers.0.mlp.experts.3.gate_proj": (8, 6)})
+    with pytest.raises(InvalidAdapter, match="adapters of experts are not served") as told:
+        check_adapter(write(tmp_path / "x", GOOD | {"target_modules": ".*"}, weights), TARGETS)
+    assert told.value.field == "target_modules"
+
+
 def test_a_pickle_is_refused_by_its_name(tmp_path: Path) -> None:
     folder = write(tmp_path / "a")
     (folder / WEIGHTS).rename(folder / "adapter_model.bin")

@@ -8,15 +8,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from shared.adapters import WEIGHTS, digest_of
+from shared.adapters import WEIGHTS, InvalidAdapter, UnreadableAdapter, digest_of
 from shared.commands import Generate, Limits, LoraUse
 from shared.events import Delta, Event, Failed
 from tests.goldens.folder import find_folders
 from tests.goldens.passes import Pass, run_pass
 from tests.worker.adapter_folders import read_weights, write_adapter, write_merged
 from tests.worker.test_families import DENSE, MOE, QWEN3, TOKENS, load_with_mask, write_oracle
+from tests.worker.test_metrics import samples
 from tests.worker.texts import NoText
-from worker.adapters.ports import AdapterUnavailable
+from worker.adapters.ports import AdapterFaulty, AdapterUnavailable
 from worker.adapters.stack import AdapterStack
 from worker.adapters.store import AdapterStore
 from worker.adapters.targets import find_targets, shapes_of
@@ -25,6 +26,7 @@ from worker.engine.engine import Engine
 from worker.engine.plan import visible_ends
 from worker.engine.ports import Arrival, Inbox
 from worker.engine.scheduler import BatchLimits, CacheShape
+from worker.metrics import Metrics
 from worker.models import LoadedModel, load_checkpoint
 from worker.models.checkpoint import read_checkpoint
 from worker.models.layers import LowRank
@@ -201,9 +203,12 @@ class Loader:
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self.sizes = sizes
         self.loads: list[str] = []
+        self.errors: dict[str, Exception] = {}
 
     def __call__(self, folder: Path) -> Adapter:
         self.loads.append(folder.name)
+        if folder.name in self.errors:
+            raise self.errors[folder.name]
         linear = torch.nn.Identity()
         factors = {linear: (torch.zeros(self.sizes[folder.name] // 8), torch.zeros(self.sizes[folder.name] // 8))}
         return Adapter(1, 1.0, factors)  # type: ignore[arg-type]
@@ -235,6 +240,23 @@ def test_the_least_recently_used_adapter_goes_first_and_never_one_in_use(tmp_pat
     assert (store.names(), loader.loads) == (["c", "d"], ["a", "b", "c", "d", "d"])
 
 
+def test_what_becomes_of_adapters_is_told(tmp_path: Path) -> None:
+    store, _, uses = stored(tmp_path, a=600, b=600, c=1200)
+    metrics = Metrics("m")
+    store.tell(metrics)
+    for name in "ab":
+        store.hold([uses[name]])
+        store.release([uses[name]])
+    with pytest.raises(AdapterUnavailable):
+        store.hold([uses["c"]])
+    found = samples(metrics)
+    assert found["diffleet_adapter_load_seconds_count", ""] == 2
+    # For one that is too large in any case nothing has to go.
+    assert found["diffleet_adapter_evictions_total", ""] == store.evictions == 1
+    assert found["diffleet_adapter_load_failures_total", ""] == 1
+    assert (found["diffleet_adapters_resident", ""], found["diffleet_adapter_bytes", ""]) == (1, 600)
+
+
 def test_of_several_adapters_either_all_are_held_or_none(tmp_path: Path) -> None:
     store, _, uses = stored(tmp_path, a=400, b=900)
     with pytest.raises(AdapterUnavailable, match="b: no room"):
@@ -250,7 +272,23 @@ def test_an_adapter_whose_files_have_changed_or_gone_is_not_loaded(tmp_path: Pat
         store.hold([uses["a"]])
     with pytest.raises(AdapterUnavailable, match=f"b: {WEIGHTS}"):
         store.hold([uses["b"]])
+    assert loader.loads == []
+
+
+def test_a_fault_of_the_registered_files_is_told_from_one_that_may_pass(tmp_path: Path) -> None:
+    store, loader, uses = stored(tmp_path, a=8, b=8, c=8)
+    loader.errors = {"a": InvalidAdapter("r", "is 8"), "b": UnreadableAdapter(WEIGHTS, "stale"), "c": MemoryError()}
+    with pytest.raises(AdapterFaulty, match="adapter a: r: is 8"):
+        store.hold([uses["a"]])
+    for name in "bc":
+        with pytest.raises(AdapterUnavailable) as told:
+            store.hold([uses[name]])
+        assert not isinstance(told.value, AdapterFaulty)
+
+
+def test_an_adapter_outside_the_store_is_a_fault(tmp_path: Path) -> None:
+    store, loader, _ = stored(tmp_path)
     outside = LoraUse(name="x", path="../x", digest="0" * 64)
-    with pytest.raises(AdapterUnavailable, match="path: must name a folder inside"):
+    with pytest.raises(AdapterFaulty, match="path: must name a folder inside"):
         store.hold([outside])
     assert loader.loads == []

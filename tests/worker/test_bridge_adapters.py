@@ -14,7 +14,7 @@ from shared.keys import new_request_id
 from shared.orders import Orders
 from tests.worker.queue_for_tests import QueueForTests
 from tests.worker.test_bridge import CARD, PACE, Desk, finished, until
-from worker.adapters.ports import AdapterUnavailable
+from worker.adapters.ports import AdapterFaulty, AdapterUnavailable
 from worker.bridge import Bridge
 from worker.engine.ports import Inbox
 
@@ -101,6 +101,18 @@ def test_a_request_whose_adapter_cannot_be_loaded_fails_after_some_workers_have_
         end = queue.requests[request.id].terminal
         assert isinstance(end, Failed)
         assert (end.code, end.param, end.message) == ("unsupported", "lora", str(error))
+
+
+def test_a_request_whose_adapter_no_worker_can_load_fails_at_once() -> None:
+    queue, shelf = QueueForTests(), Shelf(AdapterFaulty("adapter fox: r: is 8, but the tensors have rank 4"))
+    request = ask()
+    with running(queue, shelf):
+        queue.submit(request)
+        until(lambda: queue.requests[request.id].terminal is not None)
+        assert shelf.asked == 1 and queue.requests[request.id].handed_back_ms is None
+        end = queue.requests[request.id].terminal
+        assert isinstance(end, Failed)
+        assert (end.code, end.param) == ("unsupported", "lora") and "r: is 8" in end.message
 
 
 def test_without_a_model_store_the_request_says_so() -> None:

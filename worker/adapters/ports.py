@@ -7,7 +7,28 @@ from shared.commands import LoraUse
 
 
 class AdapterUnavailable(Exception):
-    """An adapter cannot be loaded here, or not now; the message tells why, and names it."""
+    """An adapter cannot be loaded here, or not now; the message tells why, and names it.
+
+    Another worker may be able to.
+    """
+
+
+class AdapterFaulty(AdapterUnavailable):
+    """No worker will ever load it: its own files, the ones that were registered, do not go with the model."""
+
+
+class AdapterWatch(Protocol):
+    """Who wants to know what becomes of adapters; each method may be called from any thread."""
+
+    def count_adapter_load(self, seconds: float) -> None: ...
+
+    def count_adapter_failure(self) -> None: ...
+
+    def count_adapter_eviction(self) -> None: ...
+
+    def show_adapters(self, count: int, size: int) -> None:
+        """`size` in bytes."""
+        ...
 
 
 class Adapters(Protocol):

@@ -1,6 +1,7 @@
 """The adapters that a worker holds: loaded when a request needs them, let go of when others need their room."""
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from shared.adapters import InvalidAdapter, digest_of, find_folder
+from shared.adapters import InvalidAdapter, UnreadableAdapter, digest_of, find_folder
 from shared.commands import LoraUse
-from worker.adapters.ports import AdapterUnavailable
+from worker.adapters.ports import AdapterFaulty, AdapterUnavailable, AdapterWatch
 from worker.adapters.weights import Adapter
 
 
@@ -36,8 +37,13 @@ class AdapterStore:
         self._residents: OrderedDict[str, _Resident] = OrderedDict()
         self._lock = threading.Lock()
         self._loading = threading.Lock()
+        self._watch: AdapterWatch | None = None
         self.loads = 0
         self.evictions = 0
+
+    def tell(self, watch: AdapterWatch) -> None:
+        """Tell from now on what becomes of adapters."""
+        self._watch = watch
 
     def hold(self, uses: Sequence[LoraUse]) -> None:
         """Make all of them resident, and keep them so until `release`; raises `AdapterUnavailable`, holding none."""
@@ -82,11 +88,21 @@ class AdapterStore:
         with self._loading:
             if self._take(use):
                 return  # somebody else has loaded it meanwhile
-            adapter = self._read(use)
-            with self._lock:
-                self._make_room(use.name, adapter.size)
-                self._residents[use.digest] = _Resident(use.name, adapter, holds=1)
-                self.loads += 1
+            began = time.perf_counter()
+            try:
+                adapter = self._read(use)
+                with self._lock:
+                    self._make_room(use.name, adapter.size)
+                    self._residents[use.digest] = _Resident(use.name, adapter, holds=1)
+                    self.loads += 1
+                    count, size = len(self._residents), self._size()
+            except Exception:
+                if self._watch is not None:
+                    self._watch.count_adapter_failure()
+                raise
+            if self._watch is not None:
+                self._watch.count_adapter_load(time.perf_counter() - began)
+                self._watch.show_adapters(count, size)
 
     def _take(self, use: LoraUse) -> bool:
         with self._lock:
@@ -101,10 +117,13 @@ class AdapterStore:
         try:
             folder = find_folder(self._root, use.path)
             if digest_of(folder) != use.digest:
+                # Another worker may still see, or see already, the right ones.
                 raise AdapterUnavailable(f"adapter {use.name}: its files are not those that it was registered with")
             return self._load(folder)
-        except InvalidAdapter as error:
+        except UnreadableAdapter as error:
             raise AdapterUnavailable(f"adapter {use.name}: {error}") from error
+        except InvalidAdapter as error:
+            raise AdapterFaulty(f"adapter {use.name}: {error}") from error
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise AdapterUnavailable(f"adapter {use.name}: the device has no memory for it") from error
 
@@ -112,11 +131,13 @@ class AdapterStore:
         """Let go of unused adapters until one of `size` bytes fits."""
         idle = [digest for digest, resident in self._residents.items() if not resident.holds]
         free = self._capacity - self._size()
-        while free < size and idle:
+        if free + sum(self._residents[digest].adapter.size for digest in idle) < size:
+            raise AdapterUnavailable(f"adapter {name}: no room beside the adapters in use (lora_memory_mb)")
+        while free < size:
             free += self._residents.pop(idle.pop(0)).adapter.size
             self.evictions += 1
-        if free < size:
-            raise AdapterUnavailable(f"adapter {name}: no room beside the adapters in use (lora_memory_mb)")
+            if self._watch is not None:
+                self._watch.count_adapter_eviction()
 
     def _size(self) -> int:
         return sum(resident.adapter.size for resident in self._residents.values())

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from shared.adapters import WEIGHTS, InvalidAdapter, check_adapter, tensor_names
+from shared.adapters import WEIGHTS, InvalidAdapter, UnreadableAdapter, check_adapter, tensor_names
 from worker.adapters.targets import Target, shapes_of
 from worker.models.layers import Linear
 
@@ -56,6 +56,8 @@ def load_adapter(folder: Path, targets: Mapping[str, Target], device: torch.devi
                 if not (a.isfinite().all() and b.isfinite().all()):
                     raise InvalidAdapter(WEIGHTS, f"{modules[0]}: some values are not finite")
                 factors[linear] = a.flatten(0, 1).to(device), b.to(device)
-    except (SafetensorError, OSError) as error:
+    except SafetensorError as error:
         raise InvalidAdapter(WEIGHTS, "cannot be read") from error
+    except OSError as error:
+        raise UnreadableAdapter(WEIGHTS, error.strerror or "cannot be read") from error
     return Adapter(facts.rank, facts.factor, factors)

@@ -29,7 +29,7 @@ from shared.commands import Generate, Limits
 from shared.decoding import LowConfidenceStatic
 from shared.events import Delta, Failed, Finished
 from tests.bench.gpu.shapes import SHAPES, Shape, random_model, store_in_blocks
-from tests.bench.gpu.soak import STEPS_OF_AN_HOUR, soak
+from tests.bench.gpu.soak import STEPS_OF_AN_HOUR, Traffic, soak
 from tests.worker.texts import NoText
 from worker.ahead import AheadRunner, make_graphs
 from worker.engine.engine import Engine
@@ -80,6 +80,8 @@ class Watched:
     """Rows with a canvas in it."""
     prompts: list[int] = field(default_factory=list)
     """Tokens of prompts in it."""
+    kinds: list[str] = field(default_factory=list)
+    """Rows, slots and room of the captured step that it read."""
 
     def __post_init__(self) -> None:
         device, began = self.model.device, time.perf_counter()
@@ -102,6 +104,7 @@ class Watched:
         block = self.model.spec.block_length
         self.times.append(time.perf_counter())
         self.accepted.append(sum(map(sum, decision.accepted)))
+        self.kinds.append(str(self.forward.last) if isinstance(self.forward, AheadRunner) else "")
         self.denoised.append(sum(row.canvas is not None and len(row.token_ids) <= 2 * block for row in plan.rows))
         self.prompts.append(sum(len(row.token_ids) for row in plan.rows if len(row.token_ids) > 2 * block))
         return decision
@@ -146,6 +149,9 @@ def bench_engine(model: LoadedModel, report: Report, rows: int, how: str = "chos
     full = full[4:-2] if len(full) > 16 else full
     seconds = sum(watched.times[i] - watched.times[i - 1] for i in full)
     steps = [watched.times[i] - watched.times[i - 1] for i in full]
+    kinds: dict[str, list[float]] = {}
+    for i, step in zip(full, steps, strict=True):
+        kinds.setdefault(watched.kinds[i], []).append(step * 1e3)
     leader = watched.forward if isinstance(watched.forward, AheadRunner) else None
     report(
         {
@@ -158,6 +164,7 @@ def bench_engine(model: LoadedModel, report: Report, rows: int, how: str = "chos
             "step_ms": median(steps) * 1e3,
             "tokens_s": sum(watched.accepted[i] for i in full) / seconds,
             "steps": len(full),
+            "kinds": {kind: (len(times), round(median(times), 2)) for kind, times in sorted(kinds.items())},
             "first_block_last_s": max(first.values()),
             "all_s": max(last.values()),
             "tokens_s_with_prompts": rows * PRODUCE / max(last.values()),
@@ -341,8 +348,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=240.0, help="of a soak at most")
     parser.add_argument("--soak-steps", type=int, default=STEPS_OF_AN_HOUR, help="of a soak; try --model soak with it")
+    parser.add_argument("--soak-rows", type=int, default=32)
     parser.add_argument("--weights", default="stored", choices=("stored", "fp8", "blocks"))
     parser.add_argument("--head", default="stored", choices=("stored", "fp8"))
+    parser.add_argument("--kv", default="auto", choices=("auto", "fp8"))
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     given = (arguments.rows, arguments.block, arguments.steps)
@@ -365,8 +374,9 @@ def main() -> None:
         if alone:
             shape = SHAPES[arguments.model]
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
             with torch.inference_mode():
-                model = served(shape, random_model(shape, device), blocks[0], steps[0])
+                model = served(shape, random_model(shape, device, dtype), blocks[0], steps[0])
                 if arguments.weights == "fp8":
                     assert isinstance(model.module, Decoder)
                     quantize(model.module)
@@ -396,7 +406,8 @@ def main() -> None:
                         bench_prompts(model, report, 8, 64, budget)
                         _tidy()
                 elif what == "soak":
-                    report(soak(model, arguments.soak_steps, arguments.seconds))
+                    traffic = Traffic(rows=arguments.soak_rows, pages=12 * arguments.soak_rows)
+                    report(soak(model, arguments.soak_steps, arguments.seconds, traffic))
                 else:
                     limits = BatchLimits(64, 2048, pages_ahead=True)
                     report({"bench": "memory", "step_gb": step_bytes(model, limits, PAGE) / 1e9})
