@@ -22,11 +22,12 @@ local claims, cursors = {}, { ARGV[11], ARGV[12], ARGV[13] }
 local HANDED_BACK = 43200000
 
 local now = now_ms()
-redis.call('ZREMRANGEBYSCORE', KEYS[7], '-inf', now)
-local officers, mine = {}, false
-local names = redis.call('ZRANGE', KEYS[7], 0, -1)
+local officers, names = {}, redis.call('ZRANGE', KEYS[7], 0, -1)
+if #names > 0 and redis.call('ZREMRANGEBYSCORE', KEYS[7], '-inf', now) > 0 then
+  names = redis.call('ZRANGE', KEYS[7], 0, -1)
+end
 for _, name in ipairs(names) do officers[name] = true end
-mine = officers[worker.name]
+local mine = officers[worker.name]
 
 -- How many workers beside this one take what comes, and the free slots that they had at their last beat.
 local function fleet()
