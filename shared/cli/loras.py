@@ -8,9 +8,9 @@ from shared.cli.http_fleet import connected, refusal
 from shared.cli.requests import print_table, table_of
 
 
-async def print_loras(url: str, key: str | None, model: str | None) -> None:
+async def print_loras(url: str, model: str | None) -> None:
     """Print the adapters of a model, or of all; raises `Stop`."""
-    found = await _call(url, key, "GET", "/admin/loras", {"model": model})
+    found = await _call(url, "GET", "/admin/loras", {"model": model})
     if not found["data"]:
         print("no adapter is registered")
         return
@@ -21,31 +21,29 @@ async def print_loras(url: str, key: str | None, model: str | None) -> None:
     print_table(table)
 
 
-async def add_lora(url: str, key: str | None, model: str | None, name: str, path: str) -> None:
+async def add_lora(url: str, model: str | None, name: str, path: str) -> None:
     """Register an adapter and print what was found in it; raises `Stop` naming the field at fault."""
     body = {"name": name, "path": path} | ({} if model is None else {"model": model})
-    added = await _call(url, key, "POST", "/admin/loras", {}, body)
+    added = await _call(url, "POST", "/admin/loras", {}, body)
     print(f"{added['model']}:{added['name']}  rank {added['rank']}, {added['parameters']:,} parameters")
 
 
-async def remove_lora(url: str, key: str | None, model: str | None, name: str) -> None:
+async def remove_lora(url: str, model: str | None, name: str) -> None:
     """Forget an adapter; raises `Stop` if it is not there."""
-    gone = await _call(url, key, "DELETE", f"/admin/loras/{name}", {"model": model})
+    gone = await _call(url, "DELETE", f"/admin/loras/{name}", {"model": model})
     print(f"{gone['model']}:{gone['name']}  forgotten; its files stay")
 
 
 async def _call(
     url: str,
-    key: str | None,
     method: str,
     path: str,
     asked: Mapping[str, str | None],
     body: Mapping[str, str] | None = None,
 ) -> Any:
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     params = {name: value for name, value in asked.items() if value is not None}
     async with connected(url) as client:
-        response = await client.request(method, path, params=params, json=body, headers=headers)
+        response = await client.request(method, path, params=params, json=body)
     if response.status_code != 200:
         raise refusal(response.status_code, response.content)
     return response.json()

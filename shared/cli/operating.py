@@ -248,17 +248,13 @@ loras = typer.Typer(
 )
 app.add_typer(loras, name="loras")
 
-Key = Annotated[
-    str | None, typer.Option(envvar="DIFFLEET_API_KEY", help="A key with the scope admin, if keys are in use.")
-]
-
 
 @loras.command(name="list")
-def list_loras(url: Url = DEFAULT_URL, model: Model = None, api_key: Key = None) -> None:
+def list_loras(url: Url = DEFAULT_URL, model: Model = None) -> None:
     """List the adapters, and the workers that have each one loaded."""
     from shared.cli.loras import print_loras
 
-    run(print_loras(url, api_key, model))
+    run(print_loras(url, model))
 
 
 @loras.command(name="add")
@@ -267,12 +263,11 @@ def add(
     path: Annotated[str, typer.Argument(help="Its folder in the model store.")],
     url: Url = DEFAULT_URL,
     model: Model = None,
-    api_key: Key = None,
 ) -> None:
     """Register an adapter for every worker of a model, in the place of one of its name."""
     from shared.cli.loras import add_lora
 
-    run(add_lora(url, api_key, model, name, path))
+    run(add_lora(url, model, name, path))
 
 
 @loras.command(name="remove")
@@ -280,12 +275,11 @@ def remove(
     name: Annotated[str, typer.Argument(help="As `diffleet loras list` has it.")],
     url: Url = DEFAULT_URL,
     model: Model = None,
-    api_key: Key = None,
 ) -> None:
     """Forget an adapter. Requests that were accepted with it are finished; its files stay."""
     from shared.cli.loras import remove_lora
 
-    run(remove_lora(url, api_key, model, name))
+    run(remove_lora(url, model, name))
 
 
 def _seconds(milliseconds: float | None) -> float | None:
