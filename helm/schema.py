@@ -39,6 +39,7 @@ WORKER_SET_BY_CHART = frozenset(
         "model_store",
         "device",
         "max_rows",
+        "tensor_parallel",
         "load_s",
         "drain_s",
         "metrics_host",

@@ -115,6 +115,7 @@ def test_16_gpu_pools_ask_for_their_device_and_cpu_pools_for_none(case: str) -> 
         amounts = workload.container["resources"]
         tolerated = {toleration.get("key") for toleration in workload.spec.get("tolerations", [])}
         assert rendered.env(workload)["DIFFLEET_DEVICE"] == ("cuda" if count else "cpu")
+        assert rendered.env(workload)["DIFFLEET_TENSOR_PARALLEL"] == str(max(1, count))
         assert (resource in tolerated) == bool(count and pool["gpu"]["toleration"])
         rolling = workload.owner["spec"]["strategy"]["rollingUpdate"]
         assert rolling == {"maxSurge": 0, "maxUnavailable": 1}

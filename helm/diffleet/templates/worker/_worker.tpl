@@ -7,6 +7,7 @@ DIFFLEET_MODEL: {{ include "diffleet.modelPath" $model | quote }}
 DIFFLEET_MODEL_NAME: {{ $model.name | quote }}
 DIFFLEET_PARTITIONS: {{ int $pool.partitions | quote }}
 DIFFLEET_DEVICE: {{ gt (int $pool.gpu.count) 0 | ternary "cuda" "cpu" | quote }}
+DIFFLEET_TENSOR_PARALLEL: {{ max 1 (int $pool.gpu.count) | quote }}
 DIFFLEET_MAX_ROWS: {{ int $pool.maxRows | quote }}
 DIFFLEET_LOAD_S: {{ int $pool.startup.budgetSeconds | quote }}
 DIFFLEET_DRAIN_S: {{ int $pool.drain.seconds | quote }}
