@@ -158,6 +158,21 @@ def test_attention_agrees_however_its_tiles_are_cut(case: AttentionCase, splits,
         assert relative_error(out, wide) < 1.5 * TOLERANCE[NARROW], tile
 
 
+@pytest.mark.parametrize("splits", [1, 4])
+def test_rows_that_ask_for_nothing_change_nothing_in_attention(splits):
+    """Slots that stand before their rows leave an empty row each (`kernels.canvas`)."""
+    q, k, v, plan = attention_inputs(ATTENTION[0], NARROW, seed=5)
+    longest = max(group.query for group in plan.groups)
+    order = [0, *range(plan.page_table.shape[0]), 0, 0]
+    begins = plan.row_offsets.tolist()
+    offsets = torch.tensor([0, *begins, begins[-1], begins[-1]], dtype=torch.int32, device=q.device)
+    wider = replace(plan, row_offsets=offsets, page_table=plan.page_table[order].contiguous())
+    tile, scale = Tile(16, 32, 4, 1), 0.1
+    found = attend(q, k, v, wider, scale, longest, tile, splits, torch.full_like(q, float("nan")))
+    assert torch.equal(found, attend(q, k, v, plan, scale, longest, tile, splits, torch.full_like(q, float("nan"))))
+    assert not bool(found.isnan().any())
+
+
 def _widened(plan):
     groups = tuple(replace(g, bias=None if g.bias is None else g.bias.float()) for g in plan.groups)
     return replace(plan, groups=groups)
