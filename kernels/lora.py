@@ -45,7 +45,8 @@ def assign(adapter: Tensor, scale: Tensor, ranks: Tensor, each: int = 1) -> Assi
     within = torch.arange(each, device=adapter.device)
 
     def spread(values: Tensor, dtype: torch.dtype) -> Tensor:
-        return values.to(dtype)[:, None].expand(-1, each).reshape(-1)
+        # A single row would stay a view that has one value in memory.
+        return values.to(dtype)[:, None].expand(-1, each).reshape(-1).contiguous()
 
     return Assignment(
         order=(rows[:, None] * each + within).to(torch.int32).view(-1),

@@ -35,8 +35,11 @@ def _launch(y: Tensor, low: Tensor, factors: Factors, assignment: Assignment, ou
     if not fits or columns != len(ends) * rank or ends[-1] != outputs or len(ends) > 3:
         shapes = f"y {list(y.shape)}, low {list(low.shape)}, a {list(factors.a.shape)} and b {list(factors.b.shape)}"
         raise ValueError(f"{shapes} do not match")
-    if assignment.order.shape != (tokens,) or y.stride(1) != 1 or low.stride(1) != 1:
-        raise ValueError(f"{assignment.order.shape[0]} tokens are assigned, there are {tokens}; or columns lie apart")
+    if y.stride(1) != 1 or low.stride(1) != 1 or not factors.b.is_contiguous():
+        raise ValueError("columns of y or low, or values of b, lie apart")
+    for each in (assignment.order, assignment.adapter, assignment.rank, assignment.scale):
+        if each.shape != (tokens,) or not each.is_contiguous():
+            raise ValueError(f"{each.shape[0]} tokens are assigned, there are {tokens}; or the assignments lie apart")
     if not tokens:
         return
     block_m = 16 if tokens <= 512 else 32
