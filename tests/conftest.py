@@ -1,5 +1,6 @@
 """What several packages' tests need: a real server, empty for every test, and proof that no key was left for ever."""
 
+import os
 import re
 import shutil
 import tempfile
@@ -13,6 +14,11 @@ from shared import embedded
 from shared.connection import open_sync_client
 from shared.embedded import EmbeddedServer
 from tests.servers import named_program
+
+# Triton reads this once, when the first of all modules imports it, and transformers does so as well: without a GPU its
+# kernels run in its interpreter, whichever test comes first.
+if shutil.which("nvidia-smi") is None:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 _PERMANENT = re.compile(
     # Each with the reason that `shared.keys` gives.

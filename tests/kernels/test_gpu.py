@@ -322,6 +322,7 @@ def test_rows_of_the_noise_that_are_not_drawn_keep_their_best_token():
 
 
 def some_rows(noise: Noise, first: int) -> Noise:
+    assert noise.rows is not None
     return Noise(noise.rows[first::2], noise.seed[first::2], noise.position[first::2], noise.step[first::2])
 
 
