@@ -157,9 +157,10 @@ def test_c43_a_deadline_is_kept_with_what_there_is(http: httpx.Client) -> None:
     ended = http.post(CHAT, json=body | {"diffusion": {"deadline_ms": 1}}).json()
     (choice,) = ended["choices"]
     assert (choice["finish_reason"], choice["finish_detail"]) == ("length", "deadline")
-    # Its time is up before a worker has it: the forward that may be under way by then, and one more.
+    # Its time is up before a worker has it: the forwards until the worker's next look at the clock, two on a quiet
+    # machine, where all 900 tokens take hundreds.
     assert choice["diffusion"] == {"truncated_by": "deadline", "forwards": ended["usage"]["nfe"]}
-    assert ended["usage"]["nfe"] <= 2 and 0 < ended["usage"]["completion_tokens"] <= 32
+    assert ended["usage"]["nfe"] <= 20 and 0 < ended["usage"]["completion_tokens"] <= 200
     early = {"diffusion": {"deadline_ms": 60_000}, "max_tokens": 8}
     assert "diffusion" not in http.post(CHAT, json=body | early).json()["choices"][0]
     body |= {"stream": True, "diffusion": {"max_nfe": 3}}
