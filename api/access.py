@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from starlette.datastructures import Headers
@@ -89,10 +90,13 @@ class Guard:
     It stands inside the CORS middleware: a preflight has no key, and a refusal needs the CORS headers.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey] | None, default: Caller) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Sequence[ApiKey] | None, default: Caller, origins: Sequence[str] = ()
+    ) -> None:
         self._app = app
         self._keys = keys
         self._default = default
+        self._origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -109,6 +113,8 @@ class Guard:
 
     def _identify(self, scope: Scope) -> Caller:
         path: str = scope["path"]
+        if self._keys is None and _ADMIN.fullmatch(path):
+            self._refuse_foreign_pages(scope)
         if self._keys is None or _OPEN.fullmatch(path):
             return self._default
         match = _BEARER.fullmatch(Headers(scope=scope).get("authorization", ""))
@@ -126,6 +132,20 @@ class Guard:
             key.requests_per_minute or self._default.requests_per_minute,
             key.tokens_per_minute or self._default.tokens_per_minute,
         )
+
+    def _refuse_foreign_pages(self, scope: Scope) -> None:
+        """Raise if a page of another host asks, in the browser of somebody who can reach this address.
+
+        Without keys the address alone protects the administration, and a browser there lends it to any page: a POST
+        without a body needs no preflight. No script can lend a key.
+        """
+        headers = Headers(scope=scope)
+        origin = headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != headers.get("host") and origin not in self._origins:
+            message = (
+                "pages of other hosts may not administer a fleet without API keys; name their origin in cors_origins"
+            )
+            raise ApiError(403, "permission_denied", message)
 
 
 def _unauthorized(message: str) -> ApiError:

@@ -100,7 +100,7 @@ def create_app(settings: ApiSettings, client: Fleet | None = None) -> FastAPI:
             ),
             Middleware(LastResort),
             Middleware(ForgivingPath),
-            Middleware(Guard, keys=keys, default=anyone),
+            Middleware(Guard, keys=keys, default=anyone, origins=settings.cors_origins),
             Middleware(
                 BodyLimit,
                 limit=settings.max_body_bytes,

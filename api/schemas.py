@@ -113,7 +113,8 @@ def _check_content(value: object) -> object:
                 texts.append(text)
             case _:
                 at = (len(texts),)
-                raise PydanticCustomError("content", 'must be {{"type": "text", "text": "..."}}', {"at": at})
+                example = '{"type": "text", "text": "..."}'
+                raise PydanticCustomError("content", "must be {example}", {"at": at, "example": example})
     return "".join(texts)
 
 

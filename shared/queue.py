@@ -277,11 +277,12 @@ class WorkerQueue:
                     found[request_id] = reason.decode(errors="replace")
         return found
 
-    async def publish_card(self, card: ModelCard) -> None:
-        """Write the model card, unless the one there has its digest."""
+    async def publish_card(self, card: ModelCard) -> bool:
+        """Write the model card, unless the one there has its digest; return whether it took another one's place."""
         fields: list[Argument] = [part for pair in pack(card).items() for part in pair]
-        await self._link.run_again(script("publish_card"), [card_key(card.name)], [card.digest, *fields])
+        replaced = await self._link.run_again(script("publish_card"), [card_key(card.name)], [card.digest, *fields])
         await self._link.read("SADD", MODELS, card.name)
+        return replaced == 1
 
     async def restore_card(self, card: ModelCard) -> None:
         """Write the model card if there is none at all: Redis has restarted without its data."""

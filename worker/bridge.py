@@ -213,7 +213,12 @@ class Bridge:
         self._stopping = asyncio.Event()
         queue = self._connect()
         try:
-            await queue.publish_card(self._card)
+            if await queue.publish_card(self._card):
+                log.warning(
+                    "the card of model %s was another's: weights, tokenizer, limits or what adapters need. Fronts "
+                    "follow this one; a worker that still serves the former under the same name gives other answers",
+                    self._card.name,
+                )
             # Before the first claim: an order that comes later is news, whenever it is looked at.
             self._follow(await queue.orders())
             self._started.set()

@@ -4,7 +4,9 @@ import sys
 
 from openai import OpenAI
 
-client = OpenAI(base_url=f"{sys.argv[1]}/v1", api_key="none")
+URL = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
+
+client = OpenAI(base_url=f"{URL}/v1", api_key="none")
 stream = client.chat.completions.create(
     model="demo",
     messages=[{"role": "user", "content": "What is the capital of Japan?"}],

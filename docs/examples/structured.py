@@ -5,6 +5,8 @@ import sys
 from openai import OpenAI
 from pydantic import BaseModel
 
+URL = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
+
 
 class Person(BaseModel):
     name: str
@@ -12,7 +14,7 @@ class Person(BaseModel):
     city: str
 
 
-client = OpenAI(base_url=f"{sys.argv[1]}/v1", api_key="none")
+client = OpenAI(base_url=f"{URL}/v1", api_key="none")
 answer = client.chat.completions.parse(
     model="demo",
     messages=[{"role": "user", "content": "Extract name, age and city as JSON: Maria is 31 and lives in Lisbon."}],

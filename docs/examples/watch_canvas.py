@@ -5,8 +5,10 @@ import sys
 
 import httpx
 
+URL = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
+
 body = {"prompt": "Once upon a time", "max_tokens": 24, "stream": True, "stream_mode": "denoise"}
-with httpx.stream("POST", f"{sys.argv[1]}/generate", json=body, timeout=60) as response:
+with httpx.stream("POST", f"{URL}/generate", json=body, timeout=60) as response:
     response.raise_for_status()
     for line in response.iter_lines():
         if not line.startswith("data: {"):

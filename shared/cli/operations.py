@@ -15,7 +15,7 @@ from shared.settings import ServiceSettings
 
 def find_redis(given: str | None, data_dir: Path) -> str:
     """Return the URL to use: the given one, else that of `diffleet up` in this data folder, else the settings'."""
-    if given is not None:
+    if given:
         return ServiceSettings(redis_url=given).redis_url
     return local_redis(data_dir) or ServiceSettings().redis_url
 

@@ -1,9 +1,10 @@
 #!lua
--- Write a model card, unless the one there has its digest.
+-- Write a model card, unless the one there has its digest. Returns 1 if it took another one's place, else 0.
 -- KEYS: card
 -- ARGV: digest, then fields and values
-if redis.call('HGET', KEYS[1], 'digest') ~= ARGV[1] then
+local former = redis.call('HGET', KEYS[1], 'digest')
+if former ~= ARGV[1] then
   redis.call('DEL', KEYS[1])
   redis.call('HSET', KEYS[1], unpack(ARGV, 2))
 end
-return 1
+return former and former ~= ARGV[1] and 1 or 0

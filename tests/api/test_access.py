@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,3 +62,23 @@ async def test_scopes_open_what_they_name(tmp_path: Path) -> None:
         assert [await status("/admin/loras", key) for key in ("one", "two", "three")] == [403, 200, 401]
         assert [await status(path, "three") for path in ("/health/live", "/metrics", "/docs")] == [200, 200, 200]
         assert (await caller.get("/v1/models")).error["code"] == "invalid_api_key"
+
+
+@pytest.mark.parametrize(
+    ("origin", "options", "status"),
+    [
+        ("https://elsewhere.example", {}, 403),
+        ("null", {}, 403),
+        ("http://fleet:8000", {}, 200),
+        (None, {}, 200),
+        ("https://elsewhere.example", {"cors_origins": ("https://elsewhere.example",)}, 200),
+    ],
+)
+async def test_without_keys_no_page_of_another_host_administers_the_fleet(
+    origin: str | None, options: dict[str, Any], status: int
+) -> None:
+    headers = {"host": "fleet:8000"} | ({} if origin is None else {"origin": origin})
+    async with running(ScriptedFleet(), **options) as caller:
+        assert (await caller.get("/admin/workers", headers)).status == status
+        assert (await caller.get("//admin/workers/", headers)).status == status
+        assert (await caller.get("/v1/models", headers)).status == 200

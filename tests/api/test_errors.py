@@ -110,6 +110,7 @@ async def test_a_wrong_chat_field_is_named(
     response = await caller.post(CHAT, {"messages": HI} | change)
     assert response.status == 400
     assert response.error["param"] == param
+    assert "{{" not in response.error["message"]
     assert fleet.commands == []
 
 

@@ -642,3 +642,8 @@ async def test_a_server_that_is_away_is_said_so_in_time(monkeypatch: pytest.Monk
             await fleet.ping()
         with pytest.raises(FleetUnavailable):
             await fleet.models()
+
+
+async def test_a_card_that_takes_anothers_place_is_told(new_queue: NewQueue) -> None:
+    queue = new_queue("w1")
+    assert [await queue.publish_card(card_of(digest=digest)) for digest in ("a", "a", "b")] == [False, False, True]

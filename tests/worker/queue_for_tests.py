@@ -122,9 +122,10 @@ class QueueForTests:
         self._fail_if_down()
         return {name: reason for name, reason in self.abort_reasons.items() if name in request_ids}
 
-    async def publish_card(self, card: ModelCard) -> None:
+    async def publish_card(self, card: ModelCard) -> bool:
         self._fail_if_down()
         self.card = card
+        return False
 
     async def restore_card(self, card: ModelCard) -> None:
         self._fail_if_down()
