@@ -125,6 +125,17 @@ async def test_a_known_drain_rate_gives_the_time_to_come_back(fleet: FleetClient
     assert refused.value.retry_after_s == 1
 
 
+async def test_the_pace_of_idle_times_is_no_drain_rate(fleet: FleetClient, queue: WorkerQueue) -> None:
+    for _ in range(3):
+        await fleet.submit(command_for())
+        [claim] = await queue.take(1)
+        await finish(queue, claim)
+    await fleet.submit(command_for(), queue_limit=1)
+    with pytest.raises(QueueFull) as refused:
+        await fleet.submit(command_for(), queue_limit=1)
+    assert refused.value.retry_after_s == 5
+
+
 async def test_an_idempotency_key_returns_the_older_request(fleet: FleetClient, queue: WorkerQueue) -> None:
     first, second, other = command_for(), command_for(), command_for(lane="rt")
     await fleet.submit(first, idempotency_key="k", tenant="t")

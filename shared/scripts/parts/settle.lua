@@ -11,7 +11,12 @@ local function sound(request, lane)
 end
 
 -- How fast a partition ends requests, for an honest Retry-After: `n` ends since `t`, and the rate of the last window.
-local function count_end(rate, now)
+-- Where nothing waits, the pace is that of who asks, not what the workers can do: a lane that has emptied tells nothing.
+local function count_end(rate, lane, now)
+  if redis.pcall('XLEN', lane) == 0 then
+    redis.call('DEL', rate)
+    return
+  end
   local window = redis.call('HMGET', rate, 't', 'n')
   local began, ended = tonumber(window[1]), tonumber(window[2])
   if not began then
@@ -49,7 +54,7 @@ local function settle(names, group, request, seq, epoch, state, kind, event)
   end
   redis.call('PEXPIRE', names.request, request.ret)
   redis.call('PEXPIRE', names.log, request.ret)
-  count_end(names.rate, now)
+  count_end(names.rate, names.lane, now)
 end
 
 -- Events that no worker is left to write. cjson cannot write an empty array, and none is needed here.
