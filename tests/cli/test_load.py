@@ -196,12 +196,16 @@ def test_ctrl_c_reports_what_was_measured(live_fleet: Up, tmp_path: Path) -> Non
     out = tmp_path / "bench.json"
     load = ("-r", "100000", "-c", "2", "--output-tokens", "4", "--json", str(out))
     command = [*DIFFLEET, "bench", "--url", live_fleet.url, *load]
-    bench = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    with httpx.Client(base_url=live_fleet.url, trust_env=False) as client:
-        before = _finished(client)
-        until(lambda: _finished(client) > before + 10 or bench.poll() is not None, "some requests are answered")
-    bench.send_signal(signal.SIGINT)
-    stdout, stderr = bench.communicate(timeout=60)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment(), stdout=pipe, stderr=pipe, text=True) as bench:
+        try:
+            with httpx.Client(base_url=live_fleet.url, trust_env=False) as client:
+                before = _finished(client)
+                until(lambda: _finished(client) > before + 10 or bench.poll() is not None, "some requests are answered")
+            bench.send_signal(signal.SIGINT)
+            stdout, stderr = bench.communicate(timeout=60)
+        finally:
+            bench.kill()
     assert bench.returncode == 130, stderr
     assert "of 100000)" in stdout
     told = json.loads(out.read_text())
