@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.certificates import self_signed
 from tests.helm.chart import CHART, Object
 
 PLACE = Path(sys.prefix) / "share" / "diffleet-tests" / "control-plane-1.20.2"
@@ -153,9 +154,7 @@ class ControlPlane:
         self.kubeconfig.write_text(json.dumps(self._config()))
         key = folder / "sa.key"
         subprocess.run(["openssl", "genrsa", "-out", str(key), "2048"], check=True, capture_output=True, timeout=60)
-        proxy = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=aggregator"]
-        proxy += ["-keyout", str(folder / "proxy.key"), "-out", str(folder / "proxy.crt")]
-        subprocess.run(proxy, check=True, capture_output=True, timeout=60)
+        proxy, proxy_key = map(str, self_signed(folder, "proxy", "aggregator"))
         url = f"http://127.0.0.1:{self._etcd}"
         self._spawn(
             "etcd", "--data-dir", str(folder / "etcd"), "--listen-client-urls", url, "--advertise-client-urls", url,
@@ -168,10 +167,9 @@ class ControlPlane:
             "AlwaysAllow", "--service-account-key-file", str(key), "--service-account-signing-key-file", str(key),
             "--service-account-issuer", "https://local", "--service-cluster-ip-range", "10.0.0.0/24",
             "--disable-admission-plugins", "ServiceAccount,TaintNodesByCondition",
-            "--requestheader-client-ca-file", str(folder / "proxy.crt"), "--requestheader-username-headers",
+            "--requestheader-client-ca-file", proxy, "--requestheader-username-headers",
             "X-Remote-User", "--requestheader-group-headers", "X-Remote-Group", "--requestheader-extra-headers-prefix",
-            "X-Remote-Extra-", "--proxy-client-cert-file", str(folder / "proxy.crt"), "--proxy-client-key-file",
-            str(folder / "proxy.key"),
+            "X-Remote-Extra-", "--proxy-client-cert-file", proxy, "--proxy-client-key-file", proxy_key,
         )  # fmt: skip
         self.until(lambda: self.get("/readyz") is not None, "the apiserver is ready")
         controllers = "deployment,replicaset,disruption,garbagecollector,namespace,endpoint,endpointslice"

@@ -5,7 +5,6 @@ The API is external.metrics.k8s.io/v1beta1 (kubernetes/metrics). An ExternalName
 
 import json
 import ssl
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
 
+from tests.certificates import self_signed
 from tests.helm.chart import Object
 from tests.helm.control_plane import ControlPlane
 
@@ -48,12 +48,8 @@ class ExternalMetrics:
         self.told: list[tuple[float, float]] = []
         """Monotonic seconds and the number, of each look of an HPA."""
         self._measure = measure
-        key, certificate = folder / "metrics.key", folder / "metrics.crt"
-        command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
-        command += ["-keyout", str(key), "-out", str(certificate)]
-        subprocess.run(command, check=True, capture_output=True, timeout=60)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(certificate, key)
+        context.load_cert_chain(*self_signed(folder, "metrics", "localhost"))
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._server.daemon_threads = True
         self._server.socket = context.wrap_socket(self._server.socket, server_side=True)

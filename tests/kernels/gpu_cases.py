@@ -126,3 +126,9 @@ def attention_inputs(case: AttentionCase, dtype: torch.dtype, seed: int) -> Atte
     begins = [[0] * len(row) for row in ends]
     plan = plan_attention(starts, ends, pages, case.page, device=DEVICE, dtype=dtype, visible_start=begins)
     return q, k, v, replace(plan, visible_start=None)
+
+
+def widened(plan: AttentionPlan) -> AttentionPlan:
+    """Return the plan with its masks in float32, for a reference in float32."""
+    groups = tuple(replace(group, bias=None if group.bias is None else group.bias.float()) for group in plan.groups)
+    return replace(plan, groups=groups)

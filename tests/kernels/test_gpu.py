@@ -18,6 +18,7 @@ from tests.kernels.gpu_cases import (
     integers,
     normal,
     relative_error,
+    widened,
 )
 
 pytest.importorskip("triton")
@@ -139,7 +140,7 @@ def test_attention_agrees_and_never_reads_what_no_query_sees(dtype, case: Attent
     q, k, v, plan = attention_inputs(case, dtype, seed=3)
     out = kernels.gpu.attention.attention(q, k, v, plan, case.head_dim**-0.5)
     # The reference multiplies hidden values by zero, so for it they must be finite.
-    wide = attention(q.float(), k.float().nan_to_num(0), v.float().nan_to_num(0), _widened(plan), case.head_dim**-0.5)
+    wide = attention(q.float(), k.float().nan_to_num(0), v.float().nan_to_num(0), widened(plan), case.head_dim**-0.5)
     assert relative_error(out, wide) < 1.5 * TOLERANCE[dtype]
 
 
@@ -152,7 +153,7 @@ def test_attention_agrees_however_its_tiles_are_cut(case: AttentionCase, splits,
     if ON_GPU:
         tiles += [Tile(64, 64, 4, 3, ahead), Tile(128, 64, 8, 3, ahead), Tile(64, 128, 4, 2, ahead)]
     longest = max(query for _, query in case.rows)
-    wide = attention(q.float(), k.float().nan_to_num(0), v.float().nan_to_num(0), _widened(plan), 0.1)
+    wide = attention(q.float(), k.float().nan_to_num(0), v.float().nan_to_num(0), widened(plan), 0.1)
     for tile in tiles:
         out = attend(q, k, v, plan, 0.1, longest, tile, splits, torch.empty_like(q))
         assert relative_error(out, wide) < 1.5 * TOLERANCE[NARROW], tile
@@ -171,11 +172,6 @@ def test_rows_that_ask_for_nothing_change_nothing_in_attention(splits):
     found = attend(q, k, v, wider, scale, longest, tile, splits, torch.full_like(q, float("nan")))
     assert torch.equal(found, attend(q, k, v, plan, scale, longest, tile, splits, torch.full_like(q, float("nan"))))
     assert not bool(found.isnan().any())
-
-
-def _widened(plan):
-    groups = tuple(replace(g, bias=None if g.bias is None else g.bias.float()) for g in plan.groups)
-    return replace(plan, groups=groups)
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 32, 50, 64])

@@ -19,8 +19,8 @@ from tests.kernels.gpu_cases import (
     attention_inputs,
     normal,
     relative_error,
+    widened,
 )
-from tests.kernels.test_gpu import _widened
 
 pytest.importorskip("triton")
 
@@ -93,8 +93,8 @@ def test_attention_reads_pages_of_8_bits_as_the_reference_does(case: AttentionCa
     out = kernels.gpu.attention.attention(q, small[0], small[1], plan, case.head_dim**-0.5, scales)
     # The reference multiplies hidden values by zero, so for it they must be finite.
     wide = [_wide(pages, scale).nan_to_num(0) for pages, scale in zip(small, scales, strict=True)]
-    exact = attention(q.float(), wide[0], wide[1], _widened(plan), case.head_dim**-0.5)
+    exact = attention(q.float(), wide[0], wide[1], widened(plan), case.head_dim**-0.5)
     assert relative_error(out, exact) < 1.5 * TOLERANCE[NARROW]
     finite = [pages.float().nan_to_num(0).to(FP8) for pages in small]
-    scaled = attention(q.float(), finite[0], finite[1], _widened(plan), case.head_dim**-0.5, scales.nan_to_num(0))
+    scaled = attention(q.float(), finite[0], finite[1], widened(plan), case.head_dim**-0.5, scales.nan_to_num(0))
     assert relative_error(scaled, exact) < 1e-5

@@ -2,9 +2,9 @@ import asyncio
 import contextlib
 import shutil
 import ssl
-import subprocess
 from collections.abc import AsyncIterator, Sequence
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, ip_address, ip_network
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from api.webhooks.post import Answer, BrokenAnswer, Poster, retry_after
 from api.webhooks.target import Forbidden, Target, TargetRules, resolve_host
+from tests.certificates import self_signed
 
 STRICT, LAX = TargetRules(), TargetRules(allow_http=True)
 PRIVATE = tuple(
@@ -199,22 +200,16 @@ async def test_the_body_of_an_answer_is_not_waited_for() -> None:
 
 
 @pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A certificate of b.example, which is its own authority, and its key."""
     if shutil.which("openssl") is None:
         pytest.skip("needs openssl")
-    folder = tmp_path_factory.mktemp("tls")
-    names = (str(folder / "b.crt"), str(folder / "b.key"))
-    command = (
-        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=b.example -addext subjectAltName=DNS:b.example"
-    )
-    subprocess.run([*command.split(), "-out", names[0], "-keyout", names[1]], check=True, capture_output=True)
-    return names
+    return self_signed(tmp_path_factory.mktemp("tls"), "b", "b.example")
 
 
 @pytest.mark.parametrize(("name", "trusted"), [("b.example", True), ("a.example", True), ("b.example", False)])
 async def test_only_a_receiver_with_a_certificate_of_its_name_is_told_anything(
-    certificate: tuple[str, str], name: str, trusted: bool
+    certificate: tuple[Path, Path], name: str, trusted: bool
 ) -> None:
     own = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     own.load_cert_chain(*certificate)
