@@ -197,7 +197,9 @@ def test_ctrl_c_reports_what_was_measured(live_fleet: Up, tmp_path: Path) -> Non
     load = ("-r", "100000", "-c", "2", "--output-tokens", "4", "--json", str(out))
     command = [*DIFFLEET, "bench", "--url", live_fleet.url, *load]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, env=environment(), stdout=pipe, stderr=pipe, text=True) as bench:
+    with subprocess.Popen(
+        command, env=environment(), stdout=pipe, stderr=pipe, text=True, preexec_fn=_take_interrupts
+    ) as bench:
         try:
             with httpx.Client(base_url=live_fleet.url, trust_env=False) as client:
                 before = _finished(client)
@@ -212,6 +214,11 @@ def test_ctrl_c_reports_what_was_measured(live_fleet: Up, tmp_path: Path) -> Non
     assert told["complete"] is False
     (one,) = told["rounds"]
     assert 0 < one["requests"] == len(one["shots"]) < one["planned"] == 100000
+
+
+def _take_interrupts() -> None:
+    # Where the tests run in a shell's background, it has told them to ignore Ctrl-C, and a child inherits that.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _finished(client: httpx.Client) -> float:
