@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from shared.client import FleetClient
@@ -123,6 +123,9 @@ def test_no_entry_of_a_lane_stops_a_worker(fleet_redis: Any, redis_url: str, ent
     missing=st.sets(st.sampled_from(FIELDS), max_size=3),
     begun=st.booleans(),
 )
+@example(values={"ep": b"0", "seq": b"999999999999999"}, missing=set(), begun=False)
+@example(values={"ep": b"99999999999999", "seq": b"99999999999999"}, missing=set(), begun=True)
+@example(values={"ep": b"9999999999999", "seq": b"9999999999999"}, missing=set(), begun=True)
 def test_no_request_hash_stops_a_worker_or_a_follower(
     fleet_redis: Any, redis_url: str, values: dict[str, bytes], missing: set[str], begun: bool
 ) -> None:

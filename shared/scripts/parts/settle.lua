@@ -1,10 +1,9 @@
 local COUNTS = { 'ep', 'att', 'seq', 'nb', 'nt', 'nfe', 'pt', 'dl', 'qd', 't0', 'cap', 'ret' }
 
--- False for a hash of a request that these scripts cannot have written. Up to 15 digits: Lua's numbers are exact there.
+-- False for a hash of a request that these scripts cannot have written.
 local function sound(request, lane)
   for _, name in ipairs(COUNTS) do
-    local count = request[name]
-    if not count or #count > 15 or not string.match(count, '^%d+$') then return false end
+    if not countable(request[name]) then return false end
   end
   return (request.st == 'queued' or (request.st == 'running' and request.own ~= nil)) and request['in'] ~= nil
     and entry_id(request.eid) and request.lane ~= nil and string.match(lane, ':q:([^:]*)$') == request.lane and request.seq ~= '0'
