@@ -25,7 +25,7 @@ from kernels.token_stats import Noise
 from worker.adapters.bank import AdapterBank
 from worker.models import LoadedModel
 from worker.models.layers import ForwardContext, LowRank, Pages
-from worker.parallel.proposing import propose
+from worker.parallel.proposing import propose, share_of
 
 Captured = TypeVar("Captured")
 
@@ -119,7 +119,10 @@ class StepGraphs:
             self.state.copy_(kept)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=None if self._first is None else self._first.pool()):
+        # NCCL looks after its work in a thread of its own, which must not end a capture of this one.
+        mode = "global" if share_of(self._model.module) is None else "thread_local"
+        pool = None if self._first is None else self._first.pool()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
             found = work()
         self._first = self._first or graph
         return graph, found

@@ -46,7 +46,7 @@ def _follow(start: Start, channel: Channel) -> ExitCode:
     torch.set_num_threads(start.threads)
     device = torch.device(start.device)
     if device.type == "cuda":
-        torch.cuda.set_device(start.rank)
+        torch.cuda.set_device(start.rank % torch.cuda.device_count())
     peers = TorchPeers(start.rank, start.size, Path(start.meeting), device)
     try:
         checkpoint = read_checkpoint(Path(start.folder))

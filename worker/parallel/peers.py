@@ -1,4 +1,7 @@
-"""Sums and gathers among the ranks, by torch.distributed: NCCL between GPUs, Gloo between processes on a CPU."""
+"""Sums and gathers among the ranks, by torch.distributed: NCCL between GPUs, Gloo between processes on a CPU.
+
+Ranks that share a GPU, as in tests on a machine that has one, exchange by way of the host: NCCL refuses them.
+"""
 
 import os
 from datetime import timedelta
@@ -24,23 +27,26 @@ class TorchPeers:
         """Wait for all ranks; they meet by the file `meeting`, which must not exist before."""
         self.rank = rank
         self.size = size
-        self._device = device
+        self._by_host = device.type == "cuda" and torch.cuda.device_count() < size
+        self._device = torch.device("cpu") if self._by_host else device
         # All ranks are on this host, whatever its name may resolve to.
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo")
         store = dist.FileStore(str(meeting), size)  # pyright: ignore[reportPrivateImportUsage]
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        own = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else None
+        backend = "nccl" if self._device.type == "cuda" else "gloo"
+        own = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_PATIENCE, device_id=own)
 
     def sum(self, x: Tensor) -> Tensor:
-        dist.all_reduce(x)
-        return x
+        part = x.to(self._device) if self._by_host else x
+        dist.all_reduce(part)
+        return part.to(x.device)
 
     def gather(self, x: Tensor) -> Tensor:
-        every = x.new_empty((self.size, *x.shape))
-        _gather_single(every.view(-1), x.reshape(-1))
-        return every
+        part = x.to(self._device) if self._by_host else x
+        every = part.new_empty((self.size, *part.shape))
+        _gather_single(every.view(-1), part.reshape(-1))
+        return every.to(x.device)
 
     def least(self, value: int) -> int:
         """Return the least of all ranks' values."""

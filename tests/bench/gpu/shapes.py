@@ -10,9 +10,11 @@ from kernels.fp8 import BLOCK, FP8, FP8_MAX
 from kernels.moe import Router
 from shared.decoding import LowConfidenceStatic
 from worker.models import LoadedModel
-from worker.models.layers import Decoder, ForwardContext, LayerShape, Linear, MoeMLP, MoeShape, block_scales
+from worker.models.layers import Decoder, ForwardContext, LayerShape, Linear, MoeMLP, MoeShape, Peers, block_scales
 from worker.models.spec import Attention as Visibility
 from worker.models.spec import ModelSpec
+from worker.parallel.loading import share_decoder, share_spec
+from worker.parallel.shares import Rank
 
 BF16 = torch.bfloat16
 
@@ -75,6 +77,9 @@ def _scatter_routing(mlp: MoeMLP) -> None:
     def forward(x: Tensor, context: ForwardContext | None = None) -> Tensor:
         logits = torch.add(scores[: x.shape[0]], kernels.router_logits(x, mlp.router), alpha=1e-3)
         ids, weights = kernels.route(logits, mlp.rule, mlp.selection_bias)
+        if len(mlp.down) < len(mlp.router):
+            ids = ids - mlp.first_expert
+            ids = ids.masked_fill((ids < 0) | (ids >= len(mlp.down)), -1)
         routed = kernels.experts(x, ids, weights, mlp.gate_up, mlp.down)
         return routed if mlp.shared is None else routed + mlp.shared.forward(x, context)
 
@@ -94,8 +99,14 @@ def store_in_blocks(module: Decoder) -> None:
         linear.weight, linear.scale = torch.nn.Parameter(small, requires_grad=False), scale
 
 
-def random_model(shape: Shape, device: torch.device, dtype: torch.dtype = BF16) -> LoadedModel:
-    module = Decoder(shape.layer, shape.layers, shape.vocab, 1e6, False, device=device, dtype=dtype)
+def random_model(
+    shape: Shape, device: torch.device, dtype: torch.dtype = BF16, peers: Peers | None = None
+) -> LoadedModel:
+    """Return a whole model, or what this rank holds of one."""
+    first = device if peers is None else torch.device("meta")
+    module = Decoder(shape.layer, shape.layers, shape.vocab, 1e6, False, device=first, dtype=dtype)
+    if peers is not None:
+        share_decoder(module, peers, device)
     for number, layer in enumerate(module.layers):
         if isinstance(layer.mlp, MoeMLP):
             _scatter_routing(layer.mlp)
@@ -125,4 +136,6 @@ def random_model(shape: Shape, device: torch.device, dtype: torch.dtype = BF16) 
         head_dim=layer.head_dim,
         decoding=LowConfidenceStatic(),
     )
+    if peers is not None:
+        spec = share_spec(spec, Rank(peers.rank, peers.size), module)
     return LoadedModel(spec, module.eval(), device, dtype)

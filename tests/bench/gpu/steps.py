@@ -40,7 +40,7 @@ def bench_steps(
 ) -> float:
     """Measure one step alone and the loop with the host; return the step's ms."""
     torch.cuda.reset_peak_memory_stats()
-    loop = _Loop(model, shape, rows, block, block // per_step, context, produce, slots)
+    loop = Loop(model, shape, rows, block, block // per_step, context, produce, slots)
     began = time.perf_counter()
     loop.capture()
     torch.cuda.synchronize()
@@ -75,7 +75,7 @@ def bench_steps(
     return ms
 
 
-def _profile(loop: "_Loop") -> dict[str, object]:
+def _profile(loop: "Loop") -> dict[str, object]:
     """Return the kernels that a step spends its time in: {name: [us a step, launches]}."""
     loop.reset()
     torch.cuda.synchronize()
@@ -93,7 +93,7 @@ def _profile(loop: "_Loop") -> dict[str, object]:
     }
 
 
-class _Loop:
+class Loop:
     """Rows that decode side by side, and a host that follows them."""
 
     def __init__(
@@ -111,8 +111,7 @@ class _Loop:
         self.rows, self.block, self.context, self.produce = rows, block, context, produce
         width = -(-(context + produce + 2 * block) // PAGE)
         layout = Layout(block, width, PAGE, scratch=rows * width)
-        layer = shape.layer
-        size = (2, shape.layers, rows * width + 1, PAGE, layer.num_kv_heads, layer.head_dim)
+        size = (2, shape.layers, rows * width + 1, PAGE, model.spec.num_kv_heads, model.spec.head_dim)
         keys, values = torch.randn(size, device=device, dtype=model.dtype)
         barred = torch.zeros(shape.vocab, dtype=torch.bool, device=device)
         barred[model.spec.mask_token_id] = True
