@@ -157,6 +157,11 @@ class WorkerQueue:
         """True if the last `take` found suspects that wait for this worker, and others for what it runs."""
         return self._make_room
 
+    @property
+    def alone(self) -> bool:
+        """True if the last `take` found no other worker of the model: what this one leaves is left to nobody."""
+        return self._workers <= 1
+
     def pause_s(self, poll_s: float, found: bool) -> float:
         """Return how long a worker that runs something waits before it takes again; `found`: the last take gave some.
 

@@ -30,6 +30,8 @@ from worker.metrics import Metrics
 log = logging.getLogger(__name__)
 
 _IDLE_WAIT_MS = 1000
+_BUSY_WAIT_MS = 250
+"""Short, for a worker that joins meanwhile is to get its part."""
 _PORTIONS = 8
 _UNSUPPORTED_DELAY_MS = 5000
 _UNABLE_DELAY_MS = 500
@@ -52,15 +54,15 @@ class Pace:
     preview_s: float
     """Least time between previews of one request."""
 
-    def portion(self, held: int) -> int:
+    def portion(self, held: int, alone: bool) -> int:
         """Return how many requests to take at once, at most.
 
-        A worker with requests takes more in small portions, a poll apart: of a burst, workers that run nothing get
-        their part, and who is alone fills up within eight polls. An empty one takes all, for suspects of a crash are
-        tried in groups.
+        One of several workers that has requests takes more in small portions, a poll apart: of a burst, those that run
+        nothing get their part. An empty one takes all, for suspects of a crash are tried in groups; so does who is
+        alone.
         """
         room = max(0, self.slots - held)
-        return room if not held else min(room, max(1, self.slots // _PORTIONS))
+        return room if alone or not held else min(room, max(1, self.slots // _PORTIONS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +212,7 @@ class Bridge:
         self._room = asyncio.Event()
         self._news = asyncio.Event()
         self._quit = asyncio.Event()
-        self._stopping = asyncio.Event()
+        self._hurry_claim = asyncio.Event()
         queue = self._connect()
         try:
             if await queue.publish_card(self._card):
@@ -232,7 +234,7 @@ class Bridge:
 
     def _stop_taking(self) -> None:
         self._taking = False
-        self._stopping.set()
+        self._hurry_claim.set()
         self._room.set()
 
     def _close(self) -> None:
@@ -264,15 +266,17 @@ class Bridge:
     async def _claim(self, queue: WorkerQueue) -> None:
         backoff = Backoff()
         while self._taking:
-            room = 0 if self._waiting else self._pace.portion(len(self._held))
+            self._hurry_claim.clear()
+            room = 0 if self._waiting else self._pace.portion(len(self._held), queue.alone)
             if room <= 0:
                 self._room.clear()
                 await _wait(self._room, 1.0)
                 continue
             try:
                 claims = await queue.take(room, len(self._held))
-                if not claims and not self._held and self._taking and not queue.on_probation:
-                    claims = await queue.wait(_IDLE_WAIT_MS)
+                # Nobody else waits where this one is alone, so it may wait for news beside what it runs.
+                if not claims and (queue.alone or not self._held) and self._taking and not queue.on_probation:
+                    claims = await queue.wait(_BUSY_WAIT_MS if self._held else _IDLE_WAIT_MS)
             except FleetUnavailable as error:
                 await self._ride_out("claim", error, backoff)
                 continue
@@ -284,7 +288,7 @@ class Bridge:
                 for request_id in self._held:
                     self._mailbox.give_back(request_id)
             if self._held:
-                await _wait(self._stopping, queue.pause_s(self._pace.claim_poll_s, bool(claims)))
+                await _wait(self._hurry_claim, queue.pause_s(self._pace.claim_poll_s, bool(claims)))
         if self._loads:
             await asyncio.wait(self._loads)
         self._ended_claims.set()
@@ -395,6 +399,8 @@ class Bridge:
             self._snapshots.pop(slot.id, None)
             self._let_go(slot)
             self._room.set()
+            if not self._held:
+                self._hurry_claim.set()  # nothing is left to run while it pauses
 
     def _lose(self, slot: _Slot) -> None:
         if self._held.get(slot.id) is not slot:

@@ -41,6 +41,11 @@ class QueueForTests:
         self.unable: dict[str, int] = {}
         self.wants_room = False
         """Suspects wait for this worker, and others for what it runs."""
+        self.alone = True
+        """No other worker serves the model."""
+        self.held_in_wait: set[int] = set()
+        """How many requests the worker held when it waited for news."""
+        self._held = 0
         self.down = False
         self.closed = False
 
@@ -75,12 +80,15 @@ class QueueForTests:
     async def take(self, limit: int, held: int = 0) -> list[Claim]:
         self._fail_if_down()
         self.limits.append(limit)
+        self._held = held
         taken, self.waiting = self.waiting[:limit], self.waiting[limit:]
         return taken
 
     async def wait(self, timeout_ms: int, limit: int = 1) -> list[Claim]:
+        held = self._held
+        self.held_in_wait.add(held)
         await asyncio.sleep(0.002)
-        return await self.take(limit)
+        return await self.take(limit, held)
 
     async def emit(self, events: Sequence[Delta]) -> list[Outcome]:
         self.calls.append(f"emit {len(events)}")

@@ -130,6 +130,29 @@ def test_nothing_is_claimed_while_claimed_requests_wait_for_room_in_the_engine()
         assert desk.arrivals(1)[0].request.id == second.id
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_busy_worker_waits_for_news_only_where_nobody_else_could_take_it(alone: bool) -> None:
+    queue = QueueForTests()
+    queue.alone = alone
+    request = generate()
+    queue.submit(request)
+    with running(queue) as desk:
+        desk.arrivals(1)
+        looks = len(queue.limits)
+        until(lambda: len(queue.limits) > looks + 5)
+        assert (1 in queue.held_in_wait) == alone
+
+
+def test_who_is_alone_asks_for_as_many_as_it_has_room_for_beside_what_it_runs() -> None:
+    queue = QueueForTests()
+    queue.submit(generate())
+    with running(queue, replace(PACE, slots=32)) as desk:
+        desk.arrivals(1)
+        until(lambda: 31 in queue.limits)
+        queue.alone = False
+        until(lambda: 4 in queue.limits)
+
+
 def test_the_last_block_and_the_end_travel_in_one_call() -> None:
     queue = QueueForTests()
     request = generate()
