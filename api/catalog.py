@@ -23,8 +23,9 @@ from shared.text import InvalidText, InvalidTokenizer, TemplateError, Tokenizer
 logger = logging.getLogger("diffleet.api")
 
 _DECODING: TypeAdapter[Decoding] = TypeAdapter(Decoding)
-_LONG_TEXT = 16_384
-"""Characters from which encoding (about a microsecond each) leaves the event loop to the others."""
+_LONG_TEXT = 2_048
+"""Characters from which encoding (0.1 to 0.3 microseconds each) leaves the event loop to the others. A burst of long
+prompts would else all be encoded before the first of them is queued."""
 
 
 @dataclass(frozen=True, slots=True)

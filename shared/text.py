@@ -94,7 +94,8 @@ class Tokenizer:
         `add_special` adds what the model's own post-processor adds (a leading bos, for one). Raises `InvalidText`.
         """
         _check_text(text)
-        return self._backend.encode(text, add_special_tokens=add_special).ids
+        # The fast one counts no offsets, and other threads may run meanwhile.
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
 
     def decode(self, token_ids: Sequence[int], skip_special: bool = True) -> str:
         """Return the text of ids; ids beyond the vocabulary add nothing."""
@@ -158,7 +159,7 @@ class Tokenizer:
         return [*pieces, text[end:]]
 
     def _encode_trusted(self, text: str) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=False).ids if text else []
+        return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids if text else []
 
     def _encode_literally(self, text: str) -> list[int]:
         """Return the ids of `text` with no special token among them."""
