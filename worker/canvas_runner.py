@@ -10,13 +10,15 @@ from torch import Tensor
 import kernels
 from kernels.attention import plan_attention
 from shared.decoding import Renoise
+from worker.adapters.sides import Sides, of_text
+from worker.adapters.stack import AdapterStack, Residents, Uses
 from worker.decoding.renoise import CanvasNoise, HashedNoise, is_settled, keep, temperature
 from worker.engine.plan import Canvas, Plan, Row
 from worker.engine.ports import Decision
 from worker.logit_edits import edit_logits
 from worker.logprobs import report
 from worker.models import LoadedModel
-from worker.models.layers import ForwardContext
+from worker.models.layers import ForwardContext, LowRank
 from worker.models.spec import kv_shapes
 from worker.runner import barred_ids
 
@@ -53,14 +55,18 @@ class CanvasRunner:
         page_size: int,
         device: torch.device | str = "cpu",
         noise: CanvasNoise | None = None,
+        adapters: Residents | None = None,
     ) -> None:
-        """`noise` is where random tokens come from; tests put a reference's recorded draws there."""
+        """`noise` is where random tokens come from; tests put a reference's recorded draws there. `adapters` has those
+        that rows run under.
+        """
         self._module = cast(CanvasModel, model.module)
         self._spec = model.spec
         self._dtype = model.dtype
         self._device = torch.device(device)
         self._page_size = page_size
         self._noise = noise or HashedNoise()
+        self._adapters = None if adapters is None else AdapterStack(Sides(adapters), self._device)
         self._barred = barred_ids(model.spec, self._device)
         self._states: dict[str, _State] = {}
         self._kv = tuple(
@@ -95,6 +101,7 @@ class CanvasRunner:
     def _forward(self, rows: ReadOnly[Row]) -> Tensor:
         """Return the hidden states of the rows' canvases, in order."""
         token_ids, encodes, conditions, wanted = list[Tensor](), list[Tensor](), list[Tensor](), list[int]()
+        uses, counts = list[Uses](), list[int]()
         offset = 0
         for row in rows:
             first = row.end if row.canvas is None else row.canvas.start
@@ -110,6 +117,8 @@ class CanvasRunner:
                 wanted += range(offset + text, offset + len(ids))
             token_ids.append(ids)
             encodes.append(torch.arange(len(ids), device=self._device) < text)
+            uses += [of_text(row.lora), row.lora]
+            counts += [text, len(ids) - text]
             conditions.append(condition)
             offset += len(ids)
         starts, pages = [row.start for row in rows], [row.pages for row in rows]
@@ -136,8 +145,16 @@ class CanvasRunner:
             ),
             encodes=torch.cat(encodes),
             condition=torch.cat(conditions),
+            lora=self._lora(uses, counts),
         )
         return self._module.forward(torch.cat(token_ids), context, self._integers(wanted))
+
+    def _lora(self, uses: ReadOnly[Uses], counts: ReadOnly[int]) -> LowRank | None:
+        if self._adapters is not None:
+            return self._adapters.of(uses, counts)
+        if any(uses):
+            raise ValueError("a row asks for adapters, and this runner has none")
+        return None
 
     def _decide(self, index: int, row: Row, canvas: Canvas, hidden: Tensor, decision: Decision) -> None:
         decoding, seed, step = canvas.decoding, canvas.sampling.seed, canvas.step

@@ -42,7 +42,7 @@ def make_runner(
     captured steps carry.
     """
     if model.spec.commit is Commit.ENCODED:
-        return CanvasRunner(model, num_pages, page_size, device)
+        return CanvasRunner(model, num_pages, page_size, device, adapters=adapters)
     if max_model_len is not None:
         model = replace(model, spec=replace(model.spec, max_model_len=max_model_len))
     runner = Runner(model, num_pages, page_size, device, adapters=adapters, bank=bank if ahead else None)

@@ -1,16 +1,18 @@
 """A golden forward as rows: what goes in, what each position sees, and the logits that must come out."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kernels.attention import plan_attention
+from kernels.attention import AttentionPlan, plan_attention
 from tests.goldens.folder import Entry, GoldenFolder
-from worker.engine.plan import visible_ends
+from worker.canvas_runner import CanvasModel
+from worker.engine.plan import near_view, visible_ends
 from worker.models import LoadedModel
 from worker.models.layers import ForwardContext, LowRank
-from worker.models.spec import Attention
+from worker.models.spec import Attention, kv_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +58,42 @@ def run_pass(model: LoadedModel, wanted: Pass, page_size: int = 8, lora: LowRank
     context = ForwardContext(plan, wanted.positions.to(model.device), tuple(zip(keys, values, strict=True)), lora=lora)
     hidden = model.module.forward(wanted.token_ids.to(model.device), context)
     return model.module.logits(hidden[-len(wanted.logits) :]).cpu()
+
+
+@torch.inference_mode()
+def run_canvas(
+    model: LoadedModel, prompt: Tensor, canvas: Tensor, believed: Tensor | None, lora: LowRank | None = None
+) -> Tensor:
+    """Return our logits [canvas, vocab] for a canvas behind its prompt (DiffusionGemma).
+
+    `believed` [canvas, vocab] are the logits of the step before; None: it is the first. `lora` is for the prompt's
+    tokens and the canvas's behind them.
+    """
+    module: CanvasModel = model.module  # pyright: ignore[reportAssignmentType]
+    page_size, first, length = 8, len(prompt), len(prompt) + len(canvas)
+    ends = [i + 1 for i in range(first)] + [length] * len(canvas)
+    kinds = [Attention.CAUSAL] * first + [Attention.BLOCK_CAUSAL] * len(canvas)
+    near = [near_view(kind, i, model.spec.sliding_window, first, length) for i, kind in enumerate(kinds)]
+    pages = [list(reversed(range(-(-length // page_size))))]
+    condition = torch.zeros(length, model.spec.hidden_size)
+    if believed is not None:
+        condition[first:] = module.soft_embedding(believed)
+
+    def plan(ends: Sequence[int], starts: Sequence[int]) -> AttentionPlan:
+        return plan_attention(
+            [0], [ends], pages, page_size, device=model.device, dtype=model.dtype, visible_start=[starts]
+        )
+
+    context = ForwardContext(
+        attention=plan(ends, [0] * length),
+        positions=torch.arange(length),
+        kv=tuple(
+            (torch.zeros(len(pages[0]), page_size, *s), torch.zeros(len(pages[0]), page_size, *s))
+            for s in kv_shapes(model.spec)
+        ),
+        near=plan([end for _, end in near], [start for start, _ in near]),
+        encodes=torch.arange(length) < first,
+        condition=condition,
+        lora=lora,
+    )
+    return module.logits(module.forward(torch.cat((prompt, canvas)), context))[first:]

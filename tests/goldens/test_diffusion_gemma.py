@@ -1,25 +1,21 @@
 """DiffusionGemma's canvases against the reference's recorded passes and draws; see test_goldens for all others."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-import torch
 from torch import Tensor
 
-from kernels.attention import AttentionPlan, plan_attention
 from shared.commands import Generate, Limits, Sampling
 from shared.decoding import Renoise
 from tests.goldens.folder import Entry, GoldenFolder, find_folders
+from tests.goldens.passes import run_canvas
 from tests.goldens.test_goldens import LOGIT_TOLERANCE, Record, record_answers, run, run_handed_over
 from tests.worker.texts import NoText
-from worker.canvas_runner import CanvasModel, CanvasRunner
+from worker.canvas_runner import CanvasRunner
 from worker.engine.engine import Engine
-from worker.engine.plan import Plan, near_view
+from worker.engine.plan import Plan
 from worker.engine.ports import Decision
 from worker.engine.scheduler import BatchLimits, CacheShape
-from worker.models.layers import ForwardContext
-from worker.models.spec import Attention, kv_shapes
 
 FOLDERS = [folder for folder in find_folders() if folder.family == "diffusion_gemma"]
 FORWARD = [pytest.param(f, entry, id=f"{f.name}-{entry['name']}") for f in FOLDERS for entry in f.forward]
@@ -103,42 +99,14 @@ def make_engine(
 
 @pytest.mark.parametrize(("folder", "entry"), FORWARD)
 @pytest.mark.parametrize("conditioned", [False, True], ids=["first-step", "conditioned"])
-@torch.inference_mode()
 def test_a_canvas_behind_its_prompt_gives_the_references_logits(
     folder: GoldenFolder, entry: Entry, conditioned: bool, record_property: Record
 ) -> None:
-    model, arrays, name = folder.model(), folder.arrays(), entry["name"]
-    module, page_size = model.module, 8
-    assert isinstance(module, torch.nn.Module)
+    arrays, name = folder.arrays(), entry["name"]
     prompt, canvas = arrays[f"{name}.input_ids"][0], arrays[f"{name}.canvas_ids"][0]
-    first, length = len(prompt), len(prompt) + len(canvas)
-    ends = [i + 1 for i in range(first)] + [length] * len(canvas)
-    kinds = [Attention.CAUSAL] * first + [Attention.BLOCK_CAUSAL] * len(canvas)
-    near = [near_view(kind, i, model.spec.sliding_window, first, length) for i, kind in enumerate(kinds)]
-    pages = [list(reversed(range(-(-length // page_size))))]
-    condition = torch.zeros(length, model.spec.hidden_size)
-    canvas_model: CanvasModel = module  # pyright: ignore[reportAssignmentType]
-    if conditioned:
-        condition[first:] = canvas_model.soft_embedding(arrays[f"{name}.selfcond_logits"][0])
+    believed = arrays[f"{name}.selfcond_logits"][0] if conditioned else None
 
-    def plan(ends: Sequence[int], starts: Sequence[int]) -> AttentionPlan:
-        return plan_attention(
-            [0], [ends], pages, page_size, device=model.device, dtype=model.dtype, visible_start=[starts]
-        )
-
-    context = ForwardContext(
-        attention=plan(ends, [0] * length),
-        positions=torch.arange(length),
-        kv=tuple(
-            (torch.zeros(len(pages[0]), page_size, *s), torch.zeros(len(pages[0]), page_size, *s))
-            for s in kv_shapes(model.spec)
-        ),
-        near=plan([end for _, end in near], [start for start, _ in near]),
-        encodes=torch.arange(length) < first,
-        condition=condition,
-    )
-
-    logits = canvas_model.logits(canvas_model.forward(torch.cat((prompt, canvas)), context))[first:]
+    logits = run_canvas(folder.model(), prompt, canvas, believed)
 
     known = arrays[f"{name}.logits_{'' if conditioned else 'no_'}selfcond"][0]
     error = (logits - known).abs().max()

@@ -33,6 +33,7 @@ from worker.models.layers import LowRank
 from worker.runner import Runner
 
 TOLERANCE = 1e-4
+# What text and canvas of DiffusionGemma take is in test_diffusion_gemma_adapters.
 GOLDENS = {folder.name: folder for folder in find_folders() if folder.family != "diffusion_gemma"}
 MADE = {
     "qwen3": ("Qwen3", QWEN3, "ForCausalLM", None),

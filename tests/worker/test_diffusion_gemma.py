@@ -1,6 +1,6 @@
 """DiffusionGemma against transformers' own model and loop on a tiny random checkpoint: greedy tokens and forwards."""
 
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,8 +58,8 @@ DECODINGS = {
 }
 
 
-@pytest.fixture(scope="module")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, LoadedModel]]:
+def make_oracle(folder: Path) -> Any:
+    """Write a checkpoint of random weights; return transformers' model."""
     with quiet():
         import transformers
 
@@ -81,9 +81,14 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Load
                 parameter.data = torch.randn_like(parameter) / 4
             else:
                 parameter.data = torch.randn_like(parameter) * parameter.shape[-1] ** -0.5
-        folder = tmp_path_factory.mktemp("gemma")
         model.save_pretrained(folder)
-    yield model, load_model(folder)
+    return model
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, LoadedModel]:
+    folder = tmp_path_factory.mktemp("gemma")
+    return make_oracle(folder), load_model(folder)
 
 
 class Greedy:

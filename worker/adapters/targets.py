@@ -9,7 +9,6 @@ from torch import nn
 from shared.adapters import Shape
 from worker.models import LoadedModel
 from worker.models.layers import Linear
-from worker.models.spec import Commit
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,17 +17,18 @@ class Target:
     first: int
     end: int
     """Rows [first, end) of the linear's weight, which several projections may share."""
+    of_text: bool = False
+    """One of `Linear.text_pieces`."""
 
 
 def find_targets(model: LoadedModel) -> dict[str, Target]:
     """Return the projections by the names of their modules in the checkpoint."""
-    if model.spec.commit is Commit.ENCODED:
-        return {}  # its layers run without the context that carries adapters
     return {
-        name: Target(module, first, end)
+        name: Target(module, first, end, of_text)
         for module in cast(nn.Module, model.module).modules()
         if isinstance(module, Linear)
-        for name, (first, end) in module.pieces.items()
+        for of_text, pieces in ((False, module.pieces), (True, module.text_pieces))
+        for name, (first, end) in pieces.items()
     }
 
 

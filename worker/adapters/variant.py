@@ -26,9 +26,15 @@ def with_adapter(model: LoadedModel, folder: Path, block_length: int | None = No
     Raises `ModelError` naming the field at fault.
     """
     spec = model.spec if block_length is None else as_block_causal(model.spec, block_length)
+    targets = find_targets(model)
+    if any(target.of_text for target in targets.values()):
+        raise ModelError(
+            f"adapter: in a model of family {spec.family} text and canvas share weights under adapters of their own, "
+            "which cannot be merged; requests may name it (lora)"
+        )
     try:
         # In float32, so that a sum is rounded once.
-        adapter = load_adapter(folder, find_targets(model), model.device, torch.float32)
+        adapter = load_adapter(folder, targets, model.device, torch.float32)
     except InvalidAdapter as error:
         raise ModelError(f"{folder}: {error}") from error
     with torch.inference_mode():

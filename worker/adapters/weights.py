@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -23,11 +23,13 @@ class Adapter:
     """alpha / rank, or what the adapter has in its place."""
     factors: Mapping[Linear, tuple[Tensor, Tensor]]
     """Of each linear a [projections * rank, inputs] and b [outputs, rank]; see `kernels.lora.Factors`."""
+    of_text: Mapping[Linear, tuple[Tensor, Tensor]] = field(default_factory=dict[Linear, tuple[Tensor, Tensor]])
+    """Those under which text is read, where a canvas is read under `factors` (see `Linear.text_pieces`)."""
 
     @property
     def size(self) -> int:
         """Bytes."""
-        return sum(a.nbytes + b.nbytes for a, b in self.factors.values())
+        return sum(a.nbytes + b.nbytes for a, b in (*self.factors.values(), *self.of_text.values()))
 
 
 def ends_of(linear: Linear) -> tuple[int, ...]:
@@ -39,13 +41,14 @@ def ends_of(linear: Linear) -> tuple[int, ...]:
 def load_adapter(folder: Path, targets: Mapping[str, Target], device: torch.device, dtype: torch.dtype) -> Adapter:
     """Check and load an adapter; raises `InvalidAdapter`."""
     facts = check_adapter(folder, shapes_of(targets))
-    of_linear: defaultdict[Linear, list[str]] = defaultdict(list)
+    of_linear: defaultdict[tuple[Linear, bool], list[str]] = defaultdict(list)
     for module in facts.modules:
-        of_linear[targets[module].linear].append(module)
+        of_linear[targets[module].linear, targets[module].of_text].append(module)
     factors: dict[Linear, tuple[Tensor, Tensor]] = {}
+    of_text: dict[Linear, tuple[Tensor, Tensor]] = {}
     try:
         with safe_open(folder / WEIGHTS, framework="pt") as file:
-            for linear, modules in of_linear.items():
+            for (linear, is_text), modules in of_linear.items():
                 (outputs, inputs), ends = linear.weight.shape, ends_of(linear)
                 a = torch.zeros((len(ends), facts.rank, inputs), dtype=dtype)
                 b = torch.zeros((outputs, facts.rank), dtype=dtype)
@@ -55,9 +58,9 @@ def load_adapter(folder: Path, targets: Mapping[str, Target], device: torch.devi
                     b[target.first : target.end].copy_(file.get_tensor(name_b))
                 if not (a.isfinite().all() and b.isfinite().all()):
                     raise InvalidAdapter(WEIGHTS, f"{modules[0]}: some values are not finite")
-                factors[linear] = a.flatten(0, 1).to(device), b.to(device)
+                (of_text if is_text else factors)[linear] = a.flatten(0, 1).to(device), b.to(device)
     except SafetensorError as error:
         raise InvalidAdapter(WEIGHTS, "cannot be read") from error
     except OSError as error:
         raise UnreadableAdapter(WEIGHTS, error.strerror or "cannot be read") from error
-    return Adapter(facts.rank, facts.factor, factors)
+    return Adapter(facts.rank, facts.factor, factors, of_text)

@@ -14,7 +14,10 @@ _KEY_BYTES = 16
 
 
 def share_unit(spec: ModelSpec, block_length: int) -> int | None:
-    """Return the number of tokens whose keys and values become final together; None if they never do."""
+    """Return the number of tokens whose keys and values become final together; None if they never do.
+
+    None too for canvases of noise: a last bit that comes from another row's forward grows tenfold from step to step.
+    """
     if spec.commit not in (Commit.FUSED, Commit.SEEDED, Commit.REORDERED):
         return None
     match spec.context or spec.attention:

@@ -181,7 +181,7 @@ class DiffusionGemma(nn.Module):
         if encodes is None:
             encodes = torch.ones_like(token_ids, dtype=torch.bool)
         if context.condition is not None:
-            signal = self.condition_mlp.forward(self._normed(context.condition, self.condition_norm))
+            signal = self.condition_mlp.forward(self._normed(context.condition, self.condition_norm), context)
             x = torch.where(encodes[:, None], x, self._normed(x + signal, None))
         rotations = {
             kind.near: Rotation(*rope_tables(context.positions, getattr(self, _buffer(kind)), self.dtype))
@@ -234,8 +234,8 @@ class _MLP(nn.Module):
         self.gate_up = Linear(shape.hidden, 2 * shape.inner, False, device=device, dtype=dtype)
         self.down = Linear(shape.inner, shape.hidden, False, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down.forward(_gated(self.gate_up.forward(x)))
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        return self.down.forward(_gated(self.gate_up.forward(x, context)), context)
 
 
 def _gated(gate_up: Tensor) -> Tensor:
@@ -294,7 +294,7 @@ class _Layer(nn.Module):
     def forward(self, x: Tensor, rotation: Rotation, context: ForwardContext, encodes: Tensor) -> Tensor:
         attended = self._attend(self._normed(x, "input_layernorm"), rotation, context)
         x = x + self._normed(attended, "post_attention_layernorm")
-        dense = self.mlp.forward(self._normed(x, "pre_feedforward_layernorm"))
+        dense = self.mlp.forward(self._normed(x, "pre_feedforward_layernorm"), context)
         mixed = self.experts.forward(self._normed(x, "pre_feedforward_layernorm_2"), x)
         both = self._normed(dense, "post_feedforward_layernorm_1") + self._normed(mixed, "post_feedforward_layernorm_2")
         x = x + self._normed(both, "post_feedforward_layernorm")
@@ -304,14 +304,14 @@ class _Layer(nn.Module):
         kind, plan = self.kind, context.attention
         if kind.near and context.near is not None:
             plan = context.near
-        projected = self.qkv.forward(x).view(x.shape[0], -1, kind.head_dim)
+        projected = self.qkv.forward(x, context).view(x.shape[0], -1, kind.head_dim)
         keyed = self.heads + kind.kv_heads
         turned = _rotate(_norm(projected[:, :keyed], self.head_norm, self.eps), rotation)
         values = _norm(projected[:, -kind.kv_heads :], None, self.eps)
         k_pages, v_pages = context.kv[self.number][:2]
         kernels.kv_write(turned[:, self.heads :], values, k_pages, v_pages, plan.slots)
         mixed = kernels.attention(turned[:, : self.heads].contiguous(), k_pages, v_pages, plan, 1.0)
-        return self.out.forward(mixed.reshape(x.shape[0], -1))
+        return self.out.forward(mixed.reshape(x.shape[0], -1), context)
 
     def _normed(self, x: Tensor, name: str) -> Tensor:
         return _norm(x, self.norms[name], self.eps)
@@ -349,6 +349,9 @@ def _name_slots(module: DiffusionGemma) -> Slots:
         slots |= name_pieces(prefix + "self_attn.{}_proj", names, layer.qkv, rows)
         slots |= name_pieces(prefix + "self_attn.{}_proj", ("o",), layer.out, [shape.hidden])
         slots |= mlp(f"{prefix}mlp.", layer.mlp)
+        reader = f"model.encoder.language_model.layers.{layer.number}."
+        for linear in (layer.qkv, layer.out, layer.mlp.gate_up, layer.mlp.down):
+            linear.text_pieces = {reader + name.removeprefix(prefix): rows for name, rows in linear.pieces.items()}
         slots |= {f"{prefix}{name}.weight": (layer.norms[name],) for name in _NORMS}
         slots |= {
             f"{prefix}self_attn.q_norm.weight": layer.head_norm[: shape.heads].unbind(0),
@@ -359,6 +362,6 @@ def _name_slots(module: DiffusionGemma) -> Slots:
             f"{prefix}experts.gate_up_proj": (layer.experts.gate_up,),
             f"{prefix}experts.down_proj": (layer.experts.down,),
             f"{prefix}layer_scalar": (layer.canvas_scale,),
-            f"model.encoder.language_model.layers.{layer.number}.layer_scalar": (layer.encoder_scale,),
+            f"{reader}layer_scalar": (layer.encoder_scale,),
         }
     return slots

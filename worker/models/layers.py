@@ -200,6 +200,9 @@ class Linear(nn.Module):
         """Beside a weight of 8 bits: [outputs] float32, or one for each block; see `kernels.fp8.fp8_product`."""
         self.pieces: dict[str, tuple[int, int]] = {}
         """Rows [first, end) of each projection, by the checkpoint's name of its module: where adapters go."""
+        self.text_pieces: dict[str, tuple[int, int]] = {}
+        """The same by the names of modules that share this weight and read the text; a canvas is then read by those of
+        `pieces` (DiffusionGemma)."""
 
     def forward(self, x: Tensor, context: ForwardContext | None = None) -> Tensor:
         if context is not None and context.lora is not None:
