@@ -4,6 +4,8 @@ Each program reduces a stretch of one row to a handful of numbers, a second kern
 distribution is cut by top-k or top-p are first searched for the logit from which up they are kept.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +19,7 @@ _BLOCK = 4096
 _SEARCH_BLOCK = 8192
 # Programs that fill the device a few times over; more stretches only make more to merge.
 _PROGRAMS = 1024
-_PARTS = 64
+MOST_SPLITS = 64
 
 
 def token_stats(
@@ -71,7 +73,6 @@ def _propose(
     )
     if not rows:
         return found
-    options = overlap_options(device)
     limit = ranks = None
     if filters is not None and filters.rows.numel():
         limit = torch.full((rows,), float("-inf"), dtype=torch.float32, device=device)
@@ -92,6 +93,61 @@ def _propose(
             BLOCK=_SEARCH_BLOCK,
             num_warps=16,
         )
+    ranking = temperature if ranking is None else ranking
+    reduced = reduce_rows(logits, temperature, barred, limit, noise, ranking, entropy, margin)
+    _merge[(rows,)](
+        logits,
+        logits if ranking is None else ranking,
+        reduced.tokens if ranks is None else ranks,
+        reduced.parts,
+        reduced.tokens,
+        found.token,
+        found.confidence,
+        found.entropy,
+        found.margin,
+        found.finite,
+        logits.stride(0),
+        rows,
+        reduced.splits,
+        RANKED=ranking is not None,
+        CUT=limit is not None,
+        ENTROPY=entropy,
+        MARGIN=margin,
+        BLOCK=MOST_SPLITS,
+        num_warps=1,
+        **overlap_options(device),
+    )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """What the stretches of each row come to."""
+
+    parts: Tensor
+    """[8, rows, splits] float32: peak, mass, best score, broken, slope, runner-up, kept mass; the last is not used."""
+    tokens: Tensor
+    """[rows, splits] int32: columns of the best scores."""
+    splits: int
+
+
+def reduce_rows(
+    logits: Tensor,
+    temperature: Tensor | None,
+    barred: Tensor | None,
+    limit: Tensor | None,
+    noise: Noise | None,
+    ranking: Tensor | None,
+    entropy: bool,
+    margin: bool,
+    first: int = 0,
+) -> Reduced:
+    """Read logits [rows, columns], of ids from `first` on, once; there are rows, and columns lie side by side.
+
+    Scores are divided by `temperature`, what sums and confidences are made of by `ranking`.
+    """
+    rows, vocab = logits.shape
+    device = logits.device
     noises = None
     if noise is not None and noise.seed.numel():
         # [4, rows]: whether the row draws, and the three words of its key.
@@ -101,18 +157,11 @@ def _propose(
             words, noises = noises, torch.zeros((4, rows), dtype=torch.int64, device=device)
             noises.index_copy_(1, noise.rows, words)
 
-    splits = max(1, min(_PARTS, triton.cdiv(_PROGRAMS, rows), triton.cdiv(vocab, _BLOCK)))
+    splits = max(1, min(MOST_SPLITS, triton.cdiv(_PROGRAMS, rows), triton.cdiv(vocab, _BLOCK)))
     share = triton.cdiv(triton.cdiv(vocab, splits), _BLOCK) * _BLOCK
     splits = triton.cdiv(vocab, share)
     parts = torch.empty((8, rows, splits), dtype=torch.float32, device=device)
     tokens = torch.empty((rows, splits), dtype=torch.int32, device=device)
-    ranking = temperature if ranking is None else ranking
-    flags = {
-        "RANKED": ranking is not None,
-        "CUT": limit is not None,
-        "ENTROPY": entropy,
-        "MARGIN": margin,
-    }
     _reduce[(rows, splits)](
         logits,
         logits if temperature is None else temperature,
@@ -125,39 +174,24 @@ def _propose(
         logits.stride(0),
         rows,
         vocab,
+        first,
         share,
         splits,
         WARM=temperature is not None,
         BARS=barred is not None,
+        RANKED=ranking is not None,
+        CUT=limit is not None,
         DRAWS=noises is not None,
+        ENTROPY=entropy,
+        MARGIN=margin,
         BLOCK=_BLOCK,
         num_warps=8,
-        **flags,
-        **options,
+        **overlap_options(device),
     )
-    _merge[(rows,)](
-        logits,
-        logits if ranking is None else ranking,
-        tokens if ranks is None else ranks,
-        parts,
-        tokens,
-        found.token,
-        found.confidence,
-        found.entropy,
-        found.margin,
-        found.finite,
-        logits.stride(0),
-        rows,
-        splits,
-        BLOCK=_PARTS,
-        num_warps=1,
-        **flags,
-        **options,
-    )
-    return found
+    return Reduced(parts, tokens, splits)
 
 
-@triton.jit(do_not_specialize=["rows", "splits"])
+@triton.jit(do_not_specialize=["rows", "first", "splits"])
 def _reduce(
     logits_ptr,
     temperature_ptr,
@@ -170,6 +204,7 @@ def _reduce(
     stride,
     rows,
     vocab,
+    first,
     share,
     splits,
     WARM: tl.constexpr,
@@ -227,8 +262,8 @@ def _reduce(
         broken = tl.maximum(broken, tl.max(((z != z) | (z == float("inf"))).to(tl.int32), 0))
         high = tl.max(z, 0)
         if MARGIN:
-            first = tl.min(tl.where(z == high, ids, vocab), 0)
-            second = tl.max(tl.where(ids == first, float("-inf"), z), 0)
+            leader = tl.min(tl.where(z == high, ids, vocab), 0)
+            second = tl.max(tl.where(ids == leader, float("-inf"), z), 0)
             runner_up = tl.maximum(tl.minimum(peak, high), tl.maximum(runner_up, second))
         new = tl.maximum(peak, high)
         base = tl.where(new == float("-inf"), 0.0, new)
@@ -248,7 +283,7 @@ def _reduce(
             kept_mass = kept_mass * fade + tl.sum(tl.where(score > float("-inf"), weight, 0.0), 0)
         if DRAWS:
             if draws:
-                score += gumbel(key, ids.to(tl.uint32))
+                score += gumbel(key, (first + ids).to(tl.uint32))
         top = tl.max(score, 0)
         place = tl.min(tl.where(score == top, ids, vocab), 0)
         better = top > best

@@ -63,7 +63,7 @@ class Peers(Protocol):
     def size(self) -> int: ...
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of all ranks' x, the same bits on each; x may be overwritten."""
+        """Return the sum of all ranks' x, the same bits on each, to be used before the next; x may be overwritten."""
         ...
 
     def gather(self, x: Tensor) -> Tensor:
@@ -90,7 +90,8 @@ class VocabularyShare:
         """Return [tokens, hidden] for all ids, of which the rows of `embedding` are this rank's."""
         place = token_ids - self.first
         inside = (place >= 0) & (place < self.end - self.first)
-        return self.peers.sum(F.embedding(place * inside, embedding) * inside[:, None])
+        # The residual stream begins with it, and so outlives the next sum.
+        return self.peers.sum(F.embedding(place * inside, embedding) * inside[:, None]).clone()
 
     def join(self, logits: Tensor) -> Tensor:
         """Return [n, whole] of the logits [n, share] that each rank has."""
