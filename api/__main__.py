@@ -7,7 +7,6 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 from pydantic import ValidationError
-from pydantic_settings import CliApp
 
 from api.access import InvalidKeys
 from api.app import create_app
@@ -15,6 +14,7 @@ from api.deps import Services
 from api.settings import ApiSettings
 from api.webhooks.signing import InvalidSecrets
 from shared.client import FleetClient
+from shared.settings import read_flags
 from shared.telemetry import configure_logging
 from shared.tracing import TracingUnavailable, require_tracing
 
@@ -71,7 +71,7 @@ class Server(uvicorn.Server):
 
 def main(arguments: list[str] | None = None) -> int:
     try:
-        settings = CliApp.run(ApiSettings, cli_args=sys.argv[1:] if arguments is None else arguments)
+        settings = read_flags(ApiSettings, sys.argv[1:] if arguments is None else arguments)
         FleetClient.connect(settings.redis_url)
     except ValidationError as error:
         for fault in error.errors(include_url=False, include_input=False):

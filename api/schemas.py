@@ -16,25 +16,8 @@ from pydantic_core import PydanticCustomError
 from api.errors import complaint_of, invalid, of_validation, unsupported
 from api.metadata import Metadata
 from shared.commands import COUNT_LIMIT, MOST_LOGPROBS, MS_LIMIT
-from shared.decoding import Confidence
+from shared.decoding import Confidence, Strategy
 
-Strategy = Literal[
-    "threshold",
-    "factor",
-    "threshold_quota",
-    "low_confidence_static",
-    "low_confidence_dynamic",
-    "sequential",
-    "random",
-    "entropy_bounded",
-    "adaptive_parallel",
-    "maskgit_plus",
-    "topk_margin",
-    "entropy",
-    "multi_block",
-    "streaming_window",
-    "linear_speculation",
-]
 StreamMode = Literal["block_append", "denoise"]
 Preset = Literal["fast", "balanced", "quality"]
 CanvasStream = Literal["append", "frames", "replace"]

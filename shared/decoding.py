@@ -4,7 +4,7 @@ The rules themselves are pure functions in `worker.decoding`; this module only n
 front or a direct submitter can build and check them without torch. The union is discriminated by `strategy`.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -276,3 +276,24 @@ Decoding = Annotated[
     | LinearSpeculation,
     Field(discriminator="strategy"),
 ]
+
+Strategy = Literal[
+    "threshold",
+    "factor",
+    "threshold_quota",
+    "low_confidence_static",
+    "low_confidence_dynamic",
+    "sequential",
+    "random",
+    "entropy_bounded",
+    "adaptive_parallel",
+    "maskgit_plus",
+    "topk_margin",
+    "entropy",
+    "multi_block",
+    "streaming_window",
+    "linear_speculation",
+]
+"""What a caller may ask for by name; the others are chosen by what a family is."""
+
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)

@@ -1,8 +1,8 @@
 """A real Valkey server beside the program, for one machine: started, adopted and stopped; its data outlives both.
 
 The server runs in a session of its own: Ctrl-C in the terminal reaches the program, which stops its workers first.
-If the program is killed, the server stays; the next start finds it by its socket and adopts it. A lock that the server
-process holds as long as it lives keeps a second one off the same data.
+If the program is killed, the server stays, unless its launcher sees to its end; the next start finds it by its socket
+and adopts it. A lock that the server process holds as long as it lives keeps a second one off the same data.
 """
 
 import fcntl
@@ -13,6 +13,7 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Literal
 
@@ -29,16 +30,22 @@ class EmbeddedServer:
     """One server for each data folder. Its files are in `<data_dir>/valkey`."""
 
     def __init__(
-        self, data_dir: Path, maxmemory: str = "1gb", fsync: Literal["everysec", "always"] = "everysec"
+        self,
+        data_dir: Path,
+        maxmemory: str = "1gb",
+        fsync: Literal["everysec", "always"] = "everysec",
+        launcher: Sequence[str] = (),
     ) -> None:
         """Build the handle; nothing is started.
 
         `fsync`: with "always" a server that is killed keeps all that it has acknowledged. With "everysec" it loses, of
-        the last 2 s, what came while a flush to the disk was under way.
+        the last 2 s, what came while a flush to the disk was under way. `launcher`: a command that becomes the one
+        which is appended to it, as the same process.
         """
         self._folder = data_dir.expanduser().resolve() / "valkey"
         self._maxmemory = maxmemory
         self._fsync = fsync
+        self._launcher = launcher
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -85,19 +92,21 @@ class EmbeddedServer:
         except OSError as error:
             raise EmbeddedServerError(f"cannot write in {self._folder}: {error.strerror}") from error
         with lock:
-            adopted = not _try_lock(lock)
-            if not adopted:
-                self._spawn(lock)
-        while not self.running:
-            process = self._process
-            if not adopted and process is not None and process.poll() is not None:
-                self._process = None
-                raise EmbeddedServerError(f"it exited with code {process.returncode}:\n{self._last_lines()}")
-            if time.monotonic() > deadline:
-                raise EmbeddedServerError(
-                    f"the server on {self._folder} (pid {self.pid}) does not answer; its log is {self.log_path}"
-                )
-            time.sleep(_POLL_S)
+            adopted = True
+            while not self.running:
+                # Somebody else's server may still come up, or be on its way out.
+                if adopted and _try_lock(lock):
+                    self._spawn(lock)
+                    adopted = False
+                process = self._process
+                if not adopted and process is not None and process.poll() is not None:
+                    self._process = None
+                    raise EmbeddedServerError(f"it exited with code {process.returncode}:\n{self._last_lines()}")
+                if time.monotonic() > deadline:
+                    raise EmbeddedServerError(
+                        f"the server on {self._folder} (pid {self.pid}) does not answer; its log is {self.log_path}"
+                    )
+                time.sleep(_POLL_S)
         return adopted
 
     def stop(self, timeout_s: float = 15.0) -> None:
@@ -131,7 +140,7 @@ class EmbeddedServer:
         config.write_text(self._config())
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                [str(binary), str(config)],
+                [*self._launcher, str(binary), str(config)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -4,14 +4,18 @@ One pydantic-settings class for each process is the only place where an option i
 (`DIFFLEET_<FIELD>`), its command-line flag (`--field`) and its Helm value derive from the field.
 """
 
+from argparse import ArgumentParser
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 from urllib.parse import quote, urlsplit
 
 from pydantic import Field, SecretStr, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, SettingsConfigDict
 
 from shared.keys import MODEL_NAME
+
+T = TypeVar("T", bound=BaseSettings)
 
 REDIS_SCHEMES = ("redis://", "rediss://", "unix://", "redis+sentinel://", "redis+cluster://", "rediss+cluster://")
 
@@ -27,6 +31,7 @@ class ServiceSettings(BaseSettings):
         cli_kebab_case=True,
         cli_hide_none_type=True,
         cli_implicit_flags=True,
+        cli_show_env_vars=True,
     )
 
     redis_url: str = Field(
@@ -67,6 +72,25 @@ class ServiceSettings(BaseSettings):
             raise ValueError("redis_url has credentials, so redis_username and redis_password must not be set")
         credentials = f"{quote(str(username or ''), safe='')}:{quote(secret, safe='')}"
         return {**given, "redis_url": parts._replace(netloc=f"{credentials}@{parts.netloc}").geturl()}
+
+
+def read_flags(settings: type[T], arguments: Sequence[str]) -> T:
+    """Read flags, then the environment; raises pydantic's ValidationError, SystemExit for --help or a wrong flag."""
+    source = CliSettingsSource[Any](settings, add_argument_method=_add_argument)
+    return CliApp.run(settings, cli_args=list(arguments), cli_settings_source=source)
+
+
+_IN_WORDS = {"str": "TEXT", "SecretStr": "TEXT", "Path": "PATH", "int": "NUMBER", "float": "NUMBER"}
+"""What --help calls a value, by its type."""
+
+
+def _add_argument(parser: ArgumentParser, *flags: str, **how: Any) -> Any:
+    if metavar := how.get("metavar"):
+        kind, many, _ = str(metavar).removeprefix("tuple[").partition(",...]")
+        how["metavar"] = _IN_WORDS.get(kind, kind) + (",..." if many else "")
+    if text := how.get("help"):
+        how["help"] = text.replace(" (default: null)", "")
+    return parser.add_argument(*flags, **how)
 
 
 def check_model_name(name: str) -> str:

@@ -5,15 +5,15 @@ from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
-from pydantic_settings import CliApp, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
 
-from shared.settings import REDIS_SCHEMES, ServiceSettings, check_model_name
+from shared.settings import REDIS_SCHEMES, ServiceSettings, check_model_name, read_flags
 from worker.bundled import BUNDLED, bundled_folder
 from worker.exits import ExitCode
 
 
 class WorkerSettings(ServiceSettings):
-    model_config = SettingsConfigDict(cli_prog_name="python -m worker", cli_show_env_vars=True)
+    model_config = SettingsConfigDict(cli_prog_name="python -m worker")
 
     model: str = Field(default="demo", description="Folder of a checkpoint, or the name of a bundled model.")
     model_name: str | None = Field(
@@ -157,4 +157,4 @@ WorkerSettings.__doc__ = f"Decode requests of one model from the queue.\n\n{Exit
 
 def read_settings(argv: Sequence[str]) -> WorkerSettings:
     """Read flags, then the environment; raises pydantic's ValidationError, SystemExit for --help or a wrong flag."""
-    return CliApp.run(WorkerSettings, cli_args=list(argv))
+    return read_flags(WorkerSettings, argv)

@@ -7,13 +7,13 @@ import sys
 from collections.abc import Sequence
 
 from pydantic import ValidationError
-from pydantic_settings import CliApp
 
 from api.jobs.service import serve
 from api.jobs.settings import JobSettings
 from api.webhooks.ask import WebhookDesk
 from api.webhooks.signing import InvalidSecrets
 from shared.client import FleetClient
+from shared.settings import read_flags
 from shared.telemetry import configure_logging
 
 EXIT_USAGE = 2
@@ -23,7 +23,7 @@ logger = logging.getLogger("diffleet.jobs")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     try:
-        settings = CliApp.run(JobSettings, cli_args=list(sys.argv[1:] if arguments is None else arguments))
+        settings = read_flags(JobSettings, sys.argv[1:] if arguments is None else arguments)
         FleetClient.connect(settings.redis_url)
         desk = WebhookDesk.open(settings)
     except InvalidSecrets as error:

@@ -10,6 +10,14 @@ from collections.abc import AsyncIterator, Callable
 
 from shared.cli.canvas import Canvas, CanvasScreen, Glyphs, footer, printable
 
+_CUT = {
+    "max_tokens": "the answer has as many tokens as it may (--max-tokens, or /set max_tokens, allows more)",
+    "max_model_len": "the model's context is full",
+    "max_nfe": "it was allowed no more forwards",
+    "deadline": "its time was over",
+}
+"""What is told of an answer that did not end by itself, by the reason for its end."""
+
 
 def text_of(canvas: Canvas) -> str:
     return canvas.text
@@ -39,6 +47,8 @@ async def show_answer(states: AsyncIterator[Canvas], *, watch: bool, tell: Calla
             _print(tell(canvas))
         raise
     _print(tell(canvas))
+    if canvas.finish in _CUT:
+        print(f"diffleet: cut: {_CUT[canvas.finish]}", file=sys.stderr)
     if watch:
         glyphs = Glyphs.of(sys.stderr.encoding)
         print(footer(canvas, time.monotonic() - started, glyphs), file=sys.stderr)

@@ -130,11 +130,15 @@ def footer(canvas: Canvas, elapsed_s: float, glyphs: Glyphs) -> str:
     parts = [f"block {len(canvas.blocks) + bool(canvas.active)}"]
     if canvas.active:
         parts.append(f"step {canvas.step}")
-    parts += [f"{canvas.decided} tokens", f"{canvas.nfe} forwards"]
+    parts += [_counted(canvas.decided, "token"), _counted(canvas.nfe, "forward")]
     if canvas.nfe:
         parts.append(f"{canvas.decided / canvas.nfe:.2f} tokens/forward")
     parts.append(f"{elapsed_s:.1f} s")
     return f" {glyphs.dot} ".join(parts)
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def shade(confidence: float) -> str:

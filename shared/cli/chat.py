@@ -5,33 +5,36 @@ Each answer is drawn while it is denoised and printed once. Ctrl-C ends the answ
 
 import asyncio
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from shared.cli.answer import show_answer
 from shared.cli.exits import Exit, Stop
 from shared.cli.http_fleet import ask
+from shared.cli.numbers import Reader, between, number, whole
 from shared.cli.question import Question
 from shared.cli.reporting import tell
+from shared.decoding import STRATEGIES
 
 HELP = """\
 /set                   show the settings
-/set NAME VALUE        change one: max_tokens, temperature, seed, threshold, block_length, model
+/set NAME VALUE        change one: max_tokens, temperature, seed, strategy, threshold, block_length, model
 /set NAME              back to the fleet's own choice
 /system TEXT           what the model is told before everything
-/again                 ask the last question again, with the settings as they are now
+/again                 ask the last question again, with the settings as they are now; also one that was stopped
 /reset                 forget the conversation
 /history               show the conversation
 /help                  this
 /quit                  end (or Ctrl-D)"""
 
-_NUMBERS: dict[str, Callable[[str], int | float]] = {
-    "max_tokens": int,
-    "temperature": float,
-    "seed": int,
-    "threshold": float,
-    "block_length": int,
+_NUMBERS: dict[str, Reader] = {
+    "max_tokens": between(whole, 1),
+    "temperature": between(number, 0, 5),
+    "seed": between(whole, 0, 2**63 - 1),
+    "threshold": between(number, 0, 1),
+    "block_length": between(whole, 1),
 }
+_SETTINGS = ("model", "max_tokens", "temperature", "seed", "strategy", "threshold", "block_length")
 
 
 class Misuse(Exception):
@@ -46,6 +49,8 @@ class Conversation:
     system: str = ""
     turns: tuple[tuple[str, str], ...] = ()
     """Questions with their answers."""
+    unanswered: str = ""
+    """The last question, if its answer was stopped or refused."""
 
     def ask(self, prompt: str) -> Question:
         """Return the next question with everything before it."""
@@ -55,22 +60,24 @@ class Conversation:
         return replace(self.settings, prompt=prompt, before=tuple(before))
 
     def answered(self, prompt: str, answer: str) -> "Conversation":
-        return replace(self, turns=(*self.turns, (prompt, answer)))
+        return replace(self, turns=(*self.turns, (prompt, answer)), unanswered="")
 
     def set(self, name: str, value: str) -> "Conversation":
         """Return the conversation with a setting changed, or unset if `value` is empty; raises `Misuse`."""
-        if name not in {*_NUMBERS, "model"}:
-            raise Misuse(f"no setting {name!r}; there are {', '.join(('model', *_NUMBERS))}")
+        if name not in _SETTINGS:
+            raise Misuse(f"no setting {name!r}; there are {', '.join(_SETTINGS)}")
+        if name == "strategy" and value and value not in STRATEGIES:
+            raise Misuse(f"no strategy {value!r}; there are {', '.join(STRATEGIES)}")
         chosen: str | int | float | None = value or None
         if value and name in _NUMBERS:
             try:
                 chosen = _NUMBERS[name](value)
-            except ValueError:
-                raise Misuse(f"{name} must be a number, not {value!r}") from None
+            except ValueError as error:
+                raise Misuse(f"{name}: {error}") from None
         return replace(self, settings=replace(self.settings, **{name: chosen}))
 
     def shown_settings(self) -> list[str]:
-        values = {name: getattr(self.settings, name) for name in ("model", *_NUMBERS)}
+        values = {name: getattr(self.settings, name) for name in _SETTINGS}
         return [f"{name:14}{'the fleet decides' if value is None else value}" for name, value in values.items()]
 
 
@@ -87,7 +94,7 @@ def command(conversation: Conversation, line: str) -> tuple[Conversation, Sequen
         case "quit" | "exit" | "q":
             raise EOFError
         case "reset":
-            return replace(conversation, turns=()), ["forgotten"], None
+            return replace(conversation, turns=(), unanswered=""), ["forgotten"], None
         case "system":
             return replace(conversation, system=rest), ["set" if rest else "unset"], None
         case "set" if not rest:
@@ -98,6 +105,8 @@ def command(conversation: Conversation, line: str) -> tuple[Conversation, Sequen
         case "history":
             said = [line for question, answer in conversation.turns for line in (f"> {question}", answer)]
             return conversation, said or ["nothing was said yet"], None
+        case "again" if conversation.unanswered:
+            return conversation, [], conversation.unanswered
         case "again":
             if not conversation.turns:
                 raise Misuse("nothing was asked yet")
@@ -135,7 +144,7 @@ def _turn(url: str, conversation: Conversation, prompt: str) -> Conversation:
         if stop.exit_code is Exit.UNREACHABLE or not sys.stdin.isatty():
             raise
         tell(stop)
-    return conversation
+    return replace(conversation, unanswered=prompt)
 
 
 async def _answer(url: str, question: Question) -> str:

@@ -48,7 +48,7 @@ class Child:
         env = {**(os.environ if environ is None else environ), **dict(recipe.env), "PYTHONUNBUFFERED": "1"}
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-S", leash.__file__, str(os.getpid()), *recipe.command()),
+                *(*on_a_leash(), *recipe.command()),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -89,6 +89,11 @@ class Child:
     def last_lines(self, count: int = 15) -> list[str]:
         """Return the end of what this process has written, without what an earlier one left in the same file."""
         return tail(self.log, count, self._log_start)
+
+
+def on_a_leash() -> tuple[str, ...]:
+    """Return what to put before a command that is to end with this process, or with the thread that starts it."""
+    return (sys.executable, "-S", leash.__file__, str(os.getpid()))
 
 
 def tail(path: Path, count: int, start: int = 0) -> list[str]:

@@ -18,9 +18,9 @@ from pydantic import ValidationError
 from shared.cli import operating
 from shared.cli.answer import holes_of
 from shared.cli.canvas import Canvas
-from shared.cli.exits import Exit
+from shared.cli.exits import Exit, Stop
 from shared.cli.infill import Infill, parse, rooms_of, text_of
-from shared.cli.question import Question, schema_of
+from shared.cli.question import Question, as_typed, schema_of
 from shared.cli.reporting import reporting, run
 from shared.settings import ServiceSettings, check_model_name
 
@@ -118,6 +118,10 @@ def up(
             help="A worker silent for so long loses its requests to another, milliseconds.",
         ),
     ] = 3000,
+    model_store: Annotated[
+        Path | None,
+        typer.Option(envvar="DIFFLEET_MODEL_STORE", help="Folder with the adapters that requests may run under."),
+    ] = None,
     fake: Annotated[
         bool,
         typer.Option("--fake", help="Workers make answers up: no weights, no torch. To develop what talks to a fleet."),
@@ -143,6 +147,7 @@ def up(
         drain_s=drain_s,
         lease_ms=lease_ms,
         fake=fake,
+        model_store=None if model_store is None else _known_store(model_store),
     )
     try:
         check_model_name(options.served_name if model_name is None else model_name)
@@ -165,6 +170,9 @@ def generate(
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", "-n", min=1, help="Most tokens to make.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0.0, help="0 takes the most probable tokens.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Same seed, same answer.")] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="Which positions are accepted in a step; the README lists the strategies.")
+    ] = None,
     threshold: Annotated[
         float | None, typer.Option(min=0.0, max=1.0, help="Accept tokens at least this probable.")
     ] = None,
@@ -212,6 +220,7 @@ def generate(
         max_tokens=max_tokens,
         temperature=temperature,
         seed=seed,
+        strategy=strategy,
         threshold=threshold,
         block_length=block_length,
         raw=raw or prompt is None,
@@ -246,8 +255,11 @@ async def _generate(
         if redis_url is None
         else redis_fleet.ask(redis_url, question, frames=watch)
     )
-    async with answer as states:
-        await show_answer(states, watch=watch, tell=tell)
+    try:
+        async with answer as states:
+            await show_answer(states, watch=watch, tell=tell)
+    except Stop as stop:
+        raise Stop(stop.exit_code, as_typed(str(stop)), stop.details) from stop
 
 
 @app.command(context_settings=_PASS_ON)
@@ -301,6 +313,13 @@ def _known_model(model: str) -> str:
         raise typer.BadParameter(f"{model!r} {what} (bundled: {names})", param_hint="--model")
     _check_checkpoint(folder)
     return str(folder.resolve())
+
+
+def _known_store(folder: Path) -> Path:
+    folder = folder.expanduser()
+    if not folder.is_dir():
+        raise typer.BadParameter(f"{str(folder)!r} is not a folder", param_hint="--model-store")
+    return folder.resolve()
 
 
 def _tokenizer_folder(model: str) -> str:

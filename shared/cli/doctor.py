@@ -6,6 +6,7 @@ import platform
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -199,7 +200,7 @@ def print_findings(findings: Iterable[Finding]) -> int:
         if finding.remedy:
             text.append(f"\n-> {finding.remedy}", "dim" if finding.verdict is Verdict.NOTE else "")
         table.add_row(Text(finding.verdict.value, styles[finding.verdict]), finding.subject, text)
-    Console(highlight=False).print(table)
+    Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(table)
     return sum(finding.verdict is Verdict.FAULT for finding in findings)
 
 

@@ -81,7 +81,7 @@ def request_of(question: Question, frames: bool) -> tuple[str, dict[str, object]
         body["lora"] = [{"name": name, "scale": scale} for name, scale in question.loras]
     if question.json_schema is not None:
         body["guided_json"] = question.json_schema
-    diffusion: dict[str, object] = {} if question.threshold is None else {"threshold": question.threshold}
+    diffusion = question.decoding
     counts = {"include_usage": True, "continuous_usage_stats": True}
     if question.infill is not None:
         diffusion["template"] = question.infill.template

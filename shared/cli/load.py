@@ -13,6 +13,7 @@ import orjson
 
 from shared.cli.exits import Exit
 from shared.cli.http_fleet import connected, refusal
+from shared.cli.numbers import whole
 from shared.cli.sse import sse_data
 
 _TEXT = "Once upon a time there was a rabbit who counted 12 carrots, 30 stones and 7 clouds before it went to sleep. "
@@ -30,7 +31,7 @@ class Range:
     def parse(cls, text: str) -> "Range":
         """Read `64` or `16-64`; raises ValueError."""
         low, dash, high = text.partition("-")
-        drawn = cls(int(low), int(high) if dash else int(low))
+        drawn = cls(whole(low), whole(high if dash else low))
         if not 1 <= drawn.low <= drawn.high:
             raise ValueError(f"{text!r} is not a range of numbers from 1")
         return drawn

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import httpx
 
-from shared.cli.children import Child, Recipe, describe_exit, flags_of, restart_delay_s
+from shared.cli.children import Child, Recipe, describe_exit, flags_of, on_a_leash, restart_delay_s
 from shared.cli.exits import Exit, Stop
 from shared.cli.progress import Reporter
 from shared.embedded import EmbeddedServer, EmbeddedServerError
@@ -47,6 +47,8 @@ class LocalFleetOptions:
     drain_s: float
     lease_ms: int = 3000
     """Short: on one machine a worker that is silent is dead or frozen, and its requests wait for so long."""
+    model_store: Path | None = None
+    """Folder with adapters, for the api and the workers."""
     fake: bool = False
     """Workers make answers up, and need no model: of its folder they take the tokenizer."""
 
@@ -140,7 +142,8 @@ class LocalFleet:
 
     def _start_server(self) -> str:
         # Blocks the event loop on purpose: a signal in between would leave a server that nobody knows.
-        server = EmbeddedServer(self._options.data_dir)
+        # Started by this thread, here and later: the leash ends when the thread that started it does.
+        server = EmbeddedServer(self._options.data_dir, launcher=on_a_leash())
         try:
             server.start()
         except EmbeddedServerError as error:
@@ -159,6 +162,8 @@ class LocalFleet:
         if self._server is not None:
             # Credentials in the environment are for some other Redis.
             env += [("DIFFLEET_REDIS_USERNAME", ""), ("DIFFLEET_REDIS_PASSWORD", "")]
+        if options.model_store is not None:
+            env.append(("DIFFLEET_MODEL_STORE", str(options.model_store)))
         # The workers have had their time before the api is stopped: what is open then would only wait.
         api_flags = {"host": options.host, "port": options.port, "drain-s": min(_API_DRAIN_S, options.drain_s)}
         api = Recipe("api", "api", tuple(flags_of(api_flags)), tuple(env))

@@ -7,6 +7,7 @@ from typing import Annotated, TypeVar
 import typer
 
 from shared.cli.exits import Exit, Stop
+from shared.cli.numbers import number, whole
 from shared.cli.question import Question
 from shared.cli.reporting import reporting, run
 from shared.settings import ServiceSettings
@@ -40,6 +41,9 @@ def chat(
     ] = None,
     temperature: Annotated[float | None, typer.Option(min=0.0, help="0 takes the most probable tokens.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Same seed, same answer.")] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="Which positions are accepted in a step; the README lists the strategies.")
+    ] = None,
     threshold: Annotated[
         float | None, typer.Option(min=0.0, max=1.0, help="Accept tokens at least this probable.")
     ] = None,
@@ -58,6 +62,7 @@ def chat(
         max_tokens=max_tokens,
         temperature=temperature,
         seed=seed,
+        strategy=strategy,
         threshold=threshold,
         block_length=block_length,
     )
@@ -287,17 +292,17 @@ def _seconds(milliseconds: float | None) -> float | None:
 
 
 def _whole(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError(f"{number} is below 1")
-    return number
+    value = whole(text)
+    if value < 1:
+        raise ValueError(f"{value} is below 1")
+    return value
 
 
 def _positive(text: str) -> float:
-    number = float(text)
-    if not 0 < number < 1e6:
-        raise ValueError(f"{text} is not above 0")
-    return number
+    value = number(text)
+    if not 0 < value < 1e6:
+        raise ValueError(f"{text} is not above 0 and below a million")
+    return value
 
 
 def _parsed(option: str, parse: Callable[[str], T], text: str) -> T:

@@ -1,6 +1,7 @@
 """What one may ask a fleet from the terminal."""
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +21,7 @@ class Question:
     max_tokens: int | None = None
     temperature: float | None = None
     seed: int | None = None
+    strategy: str | None = None
     threshold: float | None = None
     block_length: int | None = None
     raw: bool = False
@@ -36,6 +38,39 @@ class Question:
         """The chat, with the prompt as its last message."""
         said = (*self.before, ("user", self.prompt))
         return [{"role": role, "content": content} for role, content in said]
+
+    @property
+    def decoding(self) -> dict[str, object]:
+        """What it asks of the sampler, by the names that the protocol has for it."""
+        given = {"strategy": self.strategy, "threshold": self.threshold}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+_OPTIONS = {
+    "guided_json": "--json-schema",
+    "json_schema": "--json-schema",
+    "max_tokens": "--max-tokens",
+    "block_length": "--block-length",
+    "temperature": "--temperature",
+    "seed": "--seed",
+    "diffusion.strategy": "--strategy",
+    "strategy": "--strategy",
+    "diffusion.threshold": "--threshold",
+    "threshold": "--threshold",
+    "lora": "--lora",
+}
+"""Options of `diffleet generate` by the fields that a fleet's complaints name."""
+_FIELD = "|".join(sorted(map(re.escape, _OPTIONS), key=len, reverse=True))
+_PLACE = r"(?:\[\d+\])?(?:\.(?:name|scale))?"
+_NAMED = re.compile(
+    rf"\A({_FIELD}){_PLACE}(?=[: ])|(?<=\()({_FIELD}){_PLACE}(?=\)\Z)|(?<= )(max_tokens|block_length)(?= )"
+)
+
+
+def as_typed(complaint: str) -> str:
+    """Return a fleet's complaint with options in place of fields: where it begins with one, ends in one in parentheses,
+    or has one that is no word of English."""
+    return _NAMED.sub(lambda found: _OPTIONS[found[1] or found[2] or found[3]], complaint)
 
 
 def schema_of(argument: str) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 import contextlib
 from collections.abc import AsyncGenerator, Callable
 
+from pydantic import TypeAdapter, ValidationError
+
 from shared.cli.canvas import Canvas, Cell
 from shared.cli.exits import Exit, Stop
 from shared.cli.loras import stop_unknown
@@ -10,9 +12,11 @@ from shared.cli.question import Question
 from shared.client import FleetClient, FleetUnavailable, PromptTooLong, QueueFull, UnknownModel
 from shared.commands import Generate, Limits, LoraUse, Preview, Sampling
 from shared.constraints import JsonSchema
-from shared.decoding import Threshold
+from shared.decoding import STRATEGIES, Decoding
 from shared.events import Delta, Event, Failed, Finished, Queued, Snapshot, Started
 from shared.settings import ServiceSettings
+
+_DECODING: TypeAdapter[Decoding] = TypeAdapter(Decoding)
 
 
 @contextlib.asynccontextmanager
@@ -33,10 +37,20 @@ async def ask(redis_url: str, question: Question, *, frames: bool) -> AsyncGener
                 yield states
     except FleetUnavailable as error:
         raise Stop(Exit.UNREACHABLE, f"no Redis answers at the given --redis-url: {error}") from error
+    except ValidationError as error:
+        raise Stop(Exit.REFUSED, _complaint(error)) from error
     except (UnknownModel, PromptTooLong) as error:
         raise Stop(Exit.REFUSED, str(error)) from error
     except QueueFull as error:
         raise Stop(Exit.FAILED, str(error)) from error
+
+
+def _complaint(error: ValidationError) -> str:
+    fault = error.errors(include_input=False, include_url=False)[0]
+    if fault["type"] == "union_tag_invalid":
+        return f"strategy: {fault['ctx']['tag']!r} is none of {', '.join(STRATEGIES)}"  # pyright: ignore[reportTypedDictNotRequiredAccess]
+    name = next((str(part) for part in reversed(fault["loc"]) if isinstance(part, str)), "")
+    return f"{name}: {fault['msg']}" if name else fault["msg"]
 
 
 async def _command(fleet: FleetClient, question: Question, frames: bool) -> Generate:
@@ -54,7 +68,9 @@ async def _command(fleet: FleetClient, question: Question, frames: bool) -> Gene
         seed=question.seed,
         limits=Limits(),
         max_tokens=question.max_tokens,
-        decoding=None if question.threshold is None else Threshold(threshold=question.threshold),
+        decoding=_DECODING.validate_python({"strategy": "threshold"} | question.decoding)
+        if question.decoding
+        else None,
         preview=Preview() if frames else None,
         lane="rt",
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 from pydantic import Field, ValidationError
-from pydantic_settings import CliApp, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
 
 from shared.card import CARD_FILES, ModelCard
 from shared.connection import FleetUnavailable
@@ -21,7 +21,7 @@ from shared.fake.answer import EMBEDDING_SIZE
 from shared.fake.worker import FakeWorker
 from shared.heart import Heart
 from shared.queue import WorkerQueue
-from shared.settings import ServiceSettings, check_model_name
+from shared.settings import ServiceSettings, check_model_name, read_flags
 from shared.telemetry import configure_logging
 from shared.text import InvalidTokenizer, Tokenizer
 
@@ -30,7 +30,7 @@ _BLOCK_LENGTH = 16
 
 
 class FakeSettings(ServiceSettings):
-    model_config = SettingsConfigDict(cli_prog_name="python -m shared.fake", cli_show_env_vars=True, extra="ignore")
+    model_config = SettingsConfigDict(cli_prog_name="python -m shared.fake", extra="ignore")
 
     model: Path = Field(description="Folder with config.json and the tokenizer's files.")
     model_name: str = Field(description="Name that requests ask for.")
@@ -90,7 +90,7 @@ async def _run(settings: FakeSettings, card: ModelCard) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a fake worker to its end; returns 0, or 2 for wrong settings and 1 if Redis does not answer."""
     try:
-        settings = CliApp.run(FakeSettings, cli_args=list(sys.argv[1:] if argv is None else argv))
+        settings = read_flags(FakeSettings, sys.argv[1:] if argv is None else argv)
         card = card_of(settings.model_name, settings.model)
     except ValidationError as error:
         for fault in error.errors(include_input=False, include_url=False):

@@ -34,7 +34,7 @@ def live_fleet(tiny_model: Path) -> Iterator[Up]:
     shapes = shapes_of(find_targets(load_model(tiny_model)))
     write_adapter(folder / "store" / "team-a" / "fox", read_weights(tiny_model), shapes)
     store = str(folder / "store")
-    up = Up(folder, tiny_model, "--model-name", "demo", "--prompt", "", DIFFLEET_MODEL_STORE=store)
+    up = Up(folder, tiny_model, "--model-name", "demo", "--prompt", "", "--model-store", store)
     try:
         yield up.wait_serving()
         assert up.stop() == 0

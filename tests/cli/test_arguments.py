@@ -1,12 +1,17 @@
 """Arguments that are wrong are refused by name, before anything is started."""
 
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from shared.cli import commands
+from shared.cli.answer import show_answer
+from shared.cli.canvas import Canvas
+from shared.cli.doctor import Finding, Verdict, print_findings
 from shared.cli.exits import Exit
+from shared.cli.question import as_typed
 from tests.cli.fleet_process import diffleet
 
 NOBODY = "redis://127.0.0.1:1/0"
@@ -24,6 +29,52 @@ def test_bytes_of_a_shell_that_are_not_utf_8_are_refused_without_a_traceback() -
     ended = diffleet("generate", "\udcff hi")
     assert ended.returncode == Exit.USAGE
     assert "Traceback" not in ended.stderr and "argument 2 is not UTF-8" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "why"),
+    [
+        ("--concurrency", "x", "'x' is not a whole number"),
+        ("--concurrency", "1,0", "0 is below 1"),
+        ("--rate", "x", "'x' is not a number"),
+        ("--rate", "nan", "'nan' is not a number"),
+        ("--prompt-tokens", "x", "'x' is not a whole number"),
+        ("--output-tokens", "8-x", "'x' is not a whole number"),
+    ],
+)
+def test_bench_refuses_what_is_no_number_in_the_words_of_who_typed_it(option: str, value: str, why: str) -> None:
+    ended = CliRunner().invoke(commands.app, ["bench", "--url", "http://127.0.0.1:1", option, value])
+    assert (ended.exit_code, ended.stderr) == (Exit.USAGE, f"diffleet: {option}: {why}\n")
+
+
+@pytest.mark.parametrize(
+    ("told", "shown"),
+    [
+        ("guided_json: it cannot be met", "--json-schema: it cannot be met"),
+        ("temperature must be less than or equal to 5", "--temperature must be less than or equal to 5"),
+        ("there is no such adapter 'max_tokens' (lora[0].name)", "there is no such adapter 'max_tokens' (--lora)"),
+        ("prompt is 5 tokens and max_tokens is 9: 14", "prompt is 5 tokens and --max-tokens is 9: 14"),
+        ("diffusion.threshold: not with sequential", "--threshold: not with sequential"),
+        ("there is no model 'seed': the models are demo", "there is no model 'seed': the models are demo"),
+    ],
+)
+def test_a_complaint_of_the_fleet_names_the_option_that_was_typed(told: str, shown: str) -> None:
+    assert as_typed(told) == shown
+
+
+@pytest.mark.parametrize(("finish", "told"), [("max_tokens", True), ("max_model_len", True), ("stop_token", False)])
+async def test_an_answer_that_was_cut_is_told(finish: str, told: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    async def states() -> AsyncIterator[Canvas]:
+        yield Canvas(blocks=("One day",), finish=finish)
+
+    await show_answer(states(), watch=False)
+    shown = capsys.readouterr()
+    assert shown.out == "One day\n" and ("diffleet: cut: " in shown.err) == told
+
+
+def test_a_table_of_findings_on_a_pipe_is_not_folded(capsys: pytest.CaptureFixture[str]) -> None:
+    print_findings([Finding("redis", Verdict.NOTE, "word " * 25, "remedy " * 20)])
+    assert len(capsys.readouterr().out.splitlines()) == 2
 
 
 @pytest.fixture
@@ -76,3 +127,7 @@ def test_up_ends_in_one_line_if_no_redis_answers(tmp_path: Path) -> None:
     assert ended.returncode == Exit.NOT_STARTED
     assert len(ended.stderr.splitlines()) == 1 and "no Redis answers" in ended.stderr
     assert not (tmp_path / "data").exists()
+
+
+def test_up_refuses_a_model_store_that_is_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert "--model-store" in refused(monkeypatch, "--model-store", str(tmp_path / "nowhere"))

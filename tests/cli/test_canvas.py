@@ -113,7 +113,13 @@ def test_a_drawing_fits_its_room(canvas: Canvas, width: int, height: int) -> Non
 def test_the_costs_never_count_masks_as_tokens(canvas: Canvas) -> None:
     masks = sum(cell.text is None for cell in canvas.active)
     assert canvas.decided == canvas.tokens + len(canvas.active) - masks
-    assert f"{canvas.decided} tokens" in footer(canvas, 0.0, PLAIN)
+    noun = "token" if canvas.decided == 1 else "tokens"
+    assert f" {canvas.decided} {noun} - " in footer(canvas, 0.0, PLAIN)
+
+
+def test_one_forward_is_not_several() -> None:
+    assert " 1 token - 1 forward - " in footer(Canvas(tokens=1, nfe=1), 0.0, PLAIN)
+    assert " 2 tokens - 2 forwards - " in footer(Canvas(tokens=2, nfe=2), 0.0, PLAIN)
 
 
 def test_colour_follows_confidence_and_can_be_switched_off() -> None:

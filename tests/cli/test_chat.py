@@ -2,8 +2,9 @@
 
 import pytest
 
-from shared.cli.chat import Conversation, Misuse, command
+from shared.cli.chat import Conversation, Misuse, chat, command
 from shared.cli.http_fleet import request_of
+from shared.cli.question import Question
 from tests.cli.fleet_process import Up, diffleet
 
 
@@ -32,7 +33,23 @@ def test_set_changes_how_the_next_answer_is_made_and_unsets() -> None:
     assert conversation.settings.threshold is None
 
 
-@pytest.mark.parametrize("line", ["/set colour blue", "/set seed many", "/nonsense", "/again"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "/set colour blue",
+        "/set seed many",
+        "/set seed -1",
+        "/set threshold 7",
+        "/set threshold nan",
+        "/set temperature 5.1",
+        "/set max_tokens 0",
+        "/set max_tokens 1.5",
+        "/set block_length 0",
+        "/set strategy luck",
+        "/nonsense",
+        "/again",
+    ],
+)
 def test_what_is_no_command_is_told(line: str) -> None:
     with pytest.raises(Misuse):
         command(Conversation(), line)
@@ -42,6 +59,29 @@ def test_again_asks_the_last_question_as_if_it_had_no_answer_yet() -> None:
     conversation = Conversation().answered("One?", "1").answered("Two?", "2")
     again, _, question = command(conversation, "/again")
     assert question == "Two?" and again.turns == (("One?", "1"),)
+
+
+def test_again_asks_a_question_whose_answer_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Question] = []
+
+    async def answer(_: str, question: Question) -> str:
+        asked.append(question)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return "ok"
+
+    lines = ["One?", "Two?", "/again", "/again"]
+    monkeypatch.setattr("shared.cli.chat._answer", answer)
+    monkeypatch.setattr("shared.cli.chat._lines", lambda: iter(lines))
+    chat("http://nowhere", Conversation())
+    assert [question.prompt for question in asked] == ["One?", "Two?", "Two?", "Two?"]
+    assert [len(question.before) for question in asked] == [0, 2, 2, 2]
+
+
+def test_the_strategy_that_was_set_is_asked_for() -> None:
+    conversation, _, _ = command(Conversation(), "/set strategy sequential")
+    assert request_of(conversation.ask("hi"), frames=False)[1]["diffusion"] == {"strategy": "sequential"}
+    assert any(line.split() == ["strategy", "sequential"] for line in conversation.shown_settings())
 
 
 def test_reset_forgets_what_was_said_and_keeps_the_settings() -> None:
@@ -60,7 +100,7 @@ def test_lines_from_a_pipe_are_answered_one_after_the_other(live_fleet: Up) -> N
     done = diffleet("chat", "--url", live_fleet.url, "-n", "6", stdin="Where?\n\n/set seed x\nWho?\n/history\n")
     assert done.returncode == 0
     assert len(done.stdout.strip().splitlines()) >= 2
-    assert "seed must be a number, not 'x'" in done.stderr
+    assert "seed: 'x' is not a whole number" in done.stderr
     assert "> Where?" in done.stderr and "> Who?" in done.stderr
     assert "\x1b" not in done.stdout + done.stderr
 

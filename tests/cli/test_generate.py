@@ -11,6 +11,8 @@ from tests.cli.fleet_process import Up, diffleet
 
 pytestmark = pytest.mark.slow
 
+CUT = "diffleet: cut: the answer has as many tokens as it may (--max-tokens, or /set max_tokens, allows more)\n"
+
 
 def test_http_and_redis_give_the_same_answer_once(live_fleet: Up) -> None:
     question = ("Where is the mouse?", "--max-tokens", "12", "--seed", "5", "--temperature", "0.8")
@@ -19,7 +21,7 @@ def test_http_and_redis_give_the_same_answer_once(live_fleet: Up) -> None:
     assert (over_http.returncode, over_redis.returncode) == (0, 0), over_http.stderr + over_redis.stderr
     assert over_http.stdout == over_redis.stdout
     assert over_http.stdout.strip()
-    assert over_http.stderr == over_redis.stderr == ""
+    assert over_http.stderr == over_redis.stderr == CUT
 
 
 def test_watch_on_a_pipe_prints_the_answer_and_its_costs_and_draws_nothing(live_fleet: Up) -> None:
@@ -60,6 +62,20 @@ def test_what_the_fleet_refuses_ends_with_4_and_says_why(live_fleet: Up, through
     assert (unknown.returncode, too_long.returncode) == (4, 4), unknown.stderr + too_long.stderr
     assert "model" in unknown.stderr and "tokens" in too_long.stderr
     assert unknown.stdout == too_long.stdout == ""
+
+
+@pytest.mark.parametrize("through", ["http", "redis"])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--temperature", "99"), ("--seed", "9" * 20), ("--block-length", "9999"), ("--strategy", "x")],
+)
+def test_a_value_that_the_fleet_refuses_is_told_with_its_option(
+    live_fleet: Up, through: str, option: str, value: str
+) -> None:
+    where = ("--url", live_fleet.url) if through == "http" else ("--redis-url", live_fleet.redis_url)
+    done = diffleet("generate", "hi", option, value, *where)
+    assert done.returncode == 4, done.stderr
+    assert done.stderr.startswith(f"diffleet: {option}") and len(done.stderr.splitlines()) == 1
 
 
 def test_no_fleet_ends_with_3_and_says_how_to_start_one() -> None:
@@ -113,6 +129,16 @@ def test_help_names_every_command_and_exit_code() -> None:
     assert told.returncode == 0
     for word in ("up", "generate", "api", "worker", "models", "eval", "UNREACHABLE", "130"):
         assert word in told.stdout
+
+
+@pytest.mark.parametrize("process", ["api", "worker", "jobs"])
+def test_the_help_of_a_process_names_environment_variables_and_no_types_of_the_program(process: str) -> None:
+    told = " ".join(diffleet(process, "--help").stdout.split())
+    assert "[env: DIFFLEET_REDIS_URL]" in told and "--redis-password TEXT" in told
+    for leak in ("tuple[", "SecretStr", "(default: null)", " str ", " int ", " float ", " Path "):
+        assert leak not in told
+    if process != "worker":
+        assert "--cors-origins TEXT,..." in told
 
 
 @pytest.mark.parametrize("process", ["api", "worker"])

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from shared.connection import open_sync_client
 from tests.cli.fleet_process import Up, diffleet
 from tests.fleet.processes import until
 
@@ -86,21 +87,23 @@ def _read_into(drawn: bytearray, terminal: int) -> bytearray:
     return drawn
 
 
-def test_after_kill_dash_nine_only_the_server_is_left_and_the_next_start_adopts_it(
+def test_after_kill_dash_nine_nothing_is_left_running_and_the_next_start_has_the_data(
     tiny_model: Path, short_folder: Path, put_down: list[Up]
 ) -> None:
     first = Up(short_folder, tiny_model, "--prompt", "")
     put_down.append(first)
     first.wait_serving()
+    socket = first.data_dir / "valkey" / "valkey.sock"
+    with contextlib.closing(open_sync_client(f"unix://{socket}")) as client:
+        client.set("kept", "yes")
     first.stop(signal.SIGKILL)
-    until(lambda: len(first.family()) == 1, "api and worker end")
-    (server,) = first.family()
-    assert str(server) == (first.data_dir / "valkey" / "valkey.pid").read_text().strip()
+    assert until(lambda: first.family() == [], "server, api and worker end")
 
     second = Up(short_folder, tiny_model, "--prompt", "")
     put_down.append(second)
     second.wait_serving()
-    assert server in second.family()
+    with contextlib.closing(open_sync_client(f"unix://{socket}")) as client:
+        assert client.get("kept") == b"yes"
     assert second.stop() == 0
     assert until(lambda: second.family() == [], "all processes are gone")
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,6 +62,21 @@ def test_a_server_that_outlived_its_program_is_adopted_and_can_be_stopped(server
     server.stop()
     assert not server.running
     server.stop()
+
+
+def test_a_start_while_the_server_before_is_on_its_way_out_starts_one_anew(
+    server: EmbeddedServer, folder: Path
+) -> None:
+    server.start()
+    pid = server.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    # It answers nobody and holds the lock; then it is gone.
+    threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
+    later = EmbeddedServer(folder)
+    assert later.start() is False
+    assert later.running and later.pid != pid
+    later.stop()
 
 
 def test_the_server_is_not_in_the_process_group_that_ctrl_c_reaches(server: EmbeddedServer) -> None:
