@@ -25,9 +25,11 @@ def finish_fields(end: Finished, told: Mapping[str, object] | None = None) -> di
 
 
 def total_usage(follows: Sequence[Follow], transcripts: Sequence[Transcript], choices: int) -> Usage:
-    """Return the sums so far; a prompt with several choices counts once."""
+    """Return the sums so far; a prompt with several choices counts once. A block length is told once all have ended, if
+    all had the same."""
     prompt_tokens = sum(follow.subject.prompt_tokens for follow in follows[::choices])
     ends = [transcript.end for transcript in transcripts]
+    lengths = {0 if end is None else end.usage.block_length for end in ends}
     return Usage(
         prompt_tokens,
         sum(
@@ -39,6 +41,7 @@ def total_usage(follows: Sequence[Follow], transcripts: Sequence[Transcript], ch
         sum(0 if end is None else end.usage.cached_tokens for end in ends[::choices]),
         sum(0 if end is None else end.usage.accepted_draft_tokens for end in ends),
         sum(0 if end is None else end.usage.rejected_draft_tokens for end in ends),
+        lengths.pop() if len(lengths) == 1 else 0,
     )
 
 
@@ -50,10 +53,12 @@ def report_fields(transcript: Transcript, model: ServedModel) -> dict[str, objec
     """Return what `diffusion.report` asks for: what one answer cost, and when."""
     assert transcript.end is not None, "a report is made at the end"
     usage = transcript.end.usage
+    length = usage.block_length or model.card.block_length
     return {
         "forwards": usage.nfe,
         "blocks": usage.blocks,
         "tokens_per_forward": round(usage.completion_tokens / usage.nfe, 3) if usage.nfe else 0.0,
-        "canvas_tokens": usage.blocks * model.card.block_length,
+        "block_length": length,
+        "canvas_tokens": usage.blocks * length,
         **transcript.timings,
     }

@@ -359,9 +359,8 @@ class Follow:
                 self._ended = True
                 self._spent = event.usage.completion_tokens
                 if self._terms.counted:
-                    metrics.count_finished(
-                        model, event, self.clock() - self.began, event.usage.blocks * self.subject.block_length
-                    )
+                    length = event.usage.block_length or self.subject.block_length
+                    metrics.count_finished(model, event, self.clock() - self.began, event.usage.blocks * length)
                 note(reason=event.reason, detail=event.detail, nfe=event.usage.nfe)
                 note(completion_tokens=event.usage.completion_tokens)
             case Delta():

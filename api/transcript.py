@@ -79,7 +79,8 @@ async def read_to_end(follow: Follow, keep_deltas: bool = False) -> tuple[Transc
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:
-    """Return token counts in OpenAI's words, and what they cost in denoising forwards (`nfe`)."""
+    """Return token counts in OpenAI's words, what they cost in denoising forwards (`nfe`), and in blocks of which length
+    they came."""
     content: dict[str, Any] = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -89,6 +90,8 @@ def usage_of(usage: Usage) -> dict[str, Any]:
         "blocks": usage.blocks,
         "tokens_per_forward": round(usage.completion_tokens / usage.nfe, 3) if usage.nfe else 0.0,
     }
+    if usage.block_length:
+        content["block_length"] = usage.block_length
     if usage.accepted_draft_tokens or usage.rejected_draft_tokens:
         content["completion_tokens_details"] = {
             "reasoning_tokens": 0,

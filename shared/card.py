@@ -53,6 +53,8 @@ class ModelCard:
     """The longest block that a worker has room for in one step, guidance doubling its cost; None: any."""
     embedding_size: int = 0
     """Numbers in an embedding; 0: the model has none."""
+    block_lengths: tuple[int, ...] = ()
+    """Those of which a worker takes one, by its load, where a request names none; empty: always `block_length`."""
 
     def __post_init__(self) -> None:
         if not self.digest:
@@ -105,6 +107,7 @@ class _Meta(BaseModel):
     partitions: Annotated[int, Field(ge=1, le=1000)] = 1
     largest_block: Annotated[int, Field(ge=1)] | None = None
     embedding_size: Annotated[int, Field(ge=0)] = 0
+    block_lengths: tuple[Annotated[int, Field(ge=1)], ...] = ()
 
 
 def _meta(card: ModelCard) -> bytes:

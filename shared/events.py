@@ -52,6 +52,8 @@ class Usage:
     accepted_draft_tokens: int = 0
     """Tokens of a draft that the output has where the draft had them."""
     rejected_draft_tokens: int = 0
+    block_length: int = 0
+    """Positions of its blocks; 0: an older worker does not tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,8 @@ class Delta:
     nfe: int
     logprobs: list[TokenLogprob] | None = None
     """One for each of `token_ids`, if the request asked for them."""
+    block_length: Annotated[int, Field(ge=1, le=4096)] | None = None
+    """What a worker has chosen for the request, which whoever goes on with it keeps; None: nothing was chosen."""
     t: Literal["delta"] = "delta"
 
 

@@ -16,6 +16,7 @@ from worker.adapters.store import AdapterStore
 from worker.adapters.targets import Target, find_targets, shapes_of
 from worker.adapters.variant import with_adapter
 from worker.adapters.weights import Adapter, load_adapter
+from worker.block_choice import choose_length
 from worker.constraints import Guards
 from worker.device import Placement, free_memory, guarded, place
 from worker.engine.engine import Engine
@@ -124,7 +125,8 @@ def _assemble(settings: WorkerSettings, placement: Placement, model: LoadedModel
 
     # Where ranks share a step, one that has no memory for it leaves the others waiting: that is the end of them all.
     forward = Metered(guarded(runner) if group is None else runner)
-    engine = Engine(spec, cache, limits, forward, make_text, Guards(tokenizer, spec))
+    choose = choose_length(settings, spec, cache, limits, runner)
+    engine = Engine(spec, cache, limits, forward, make_text, Guards(tokenizer, spec), choose)
     card = card_of(
         settings.served_name,
         settings.folder,
@@ -133,6 +135,7 @@ def _assemble(settings: WorkerSettings, placement: Placement, model: LoadedModel
         settings.partitions,
         min(capacity, limits.largest_block) if cuts_windows(spec) else capacity,
         targets,
+        () if choose is None else tuple(choose.tokens_per_forward),
     )
     return Assembly(engine, spec, tokenizer, card, placement, forward, adapters, group)
 
@@ -205,8 +208,10 @@ def card_of(
     partitions: int = 1,
     largest_block: int | None = None,
     targets: Mapping[str, Target] | None = None,
+    block_lengths: tuple[int, ...] = (),
 ) -> ModelCard:
-    """Return what fronts must know of the model; `targets` are the layers that may have adapters."""
+    """Return what fronts must know of the model; `targets` are the layers that may have adapters, `block_lengths` those
+    that are chosen from by load."""
     files = {name: (folder / name).read_bytes() for name in CARD_FILES if (folder / name).is_file()}
     if targets:
         files[TARGETS_FILE] = pack_targets(shapes_of(targets))
@@ -225,6 +230,7 @@ def card_of(
         partitions=partitions,
         largest_block=largest_block,
         embedding_size=0 if spec.commit is Commit.ENCODED else spec.hidden_size,
+        block_lengths=block_lengths,
         files=files,
     )
 

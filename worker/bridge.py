@@ -605,6 +605,7 @@ def resume_of(log: Sequence[Delta]) -> Resume:
         seq=log[-1].seq,
         block=log[-1].block + 1,
         nfe=log[-1].nfe,
+        block_length=log[-1].block_length,
     )
 
 

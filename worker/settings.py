@@ -67,6 +67,11 @@ class WorkerSettings(ServiceSettings):
     token_budget: int = Field(
         default=2048, ge=1, description="Query tokens of one step, shared by prompts and denoising."
     )
+    block_length: Literal["model", "auto"] = Field(
+        default="model",
+        description="Of requests that name none. model: the model's own. auto: by load, the one that gives most tokens "
+        "a second, of those that the model's folder tells to be as often right; then a seed alone repeats no answer.",
+    )
 
     adapter: Path | None = Field(
         default=None,

@@ -58,6 +58,7 @@ def _entry(card: ModelCard) -> dict[str, object]:
         "block_length": card.block_length,
         "largest_block_length": card.largest_block,
         "fixed_block_length": card.fixed_block_length,
+        "block_lengths": card.block_lengths or (card.block_length,),
         "embedding_size": card.embedding_size,
         "decoding": card.decoding,
         "temperature": card.temperature,

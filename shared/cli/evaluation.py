@@ -1,9 +1,11 @@
-"""The report that ships beside a bundled model (`eval.json`), read and laid out as a table."""
+"""What ships beside a bundled model of how good it is (`eval.json`, `block_lengths.json`), laid out as tables."""
 
 from collections.abc import Iterator
 
 from pydantic import BaseModel, ConfigDict
 from rich.table import Table
+
+from shared.block_lengths import BlockLengths, eligible
 
 
 class _Part(BaseModel):
@@ -54,6 +56,19 @@ def evaluation_table(evaluation: Evaluation) -> Table:
             table.add_row(name if section == "tasks" else f"all {name}", *_cells(entry))
         table.add_section()
     table.add_row("everything", *_cells(evaluation.overall))
+    return table
+
+
+def block_length_table(measured: BlockLengths, own: int) -> Table:
+    """Return one row for each block length; `own` is the model's."""
+    table = Table(box=None, pad_edge=False)
+    for header in ("blocks of", "right", "tokens/forward"):
+        table.add_column(header, justify="right")
+    table.add_column("may be chosen by load")
+    allowed = eligible(measured, own, measured.decoding)
+    for row in measured.lengths:
+        right, tokens = f"{100 * row.accuracy:.1f} %", f"{row.tokens_per_forward:.2f}"
+        table.add_row(str(row.block_length), right, tokens, "yes" if row.block_length in allowed else "no")
     return table
 
 

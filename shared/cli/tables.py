@@ -3,8 +3,9 @@
 from rich.console import Console
 from rich.table import Table
 
+from shared.block_lengths import InvalidBlockLengths, read_block_lengths
 from shared.cli.bundled import bundled_models
-from shared.cli.evaluation import Evaluation, evaluation_table, provenance
+from shared.cli.evaluation import Evaluation, block_length_table, evaluation_table, provenance
 from shared.cli.exits import Exit, Stop
 from shared.cli.http_fleet import fleet_models
 
@@ -41,3 +42,10 @@ def print_evaluation(name: str) -> None:
     console = Console(highlight=False)
     console.print(evaluation_table(evaluation))
     console.print(provenance(evaluation), soft_wrap=True)
+    try:
+        lengths = read_block_lengths(models[name].folder)
+    except InvalidBlockLengths as error:
+        raise Stop(Exit.FAILED, f"{models[name].folder}: {error}") from error
+    if lengths is not None:
+        console.print(f"\nby block length, measured {lengths.date} on {lengths.items} of these items, by threshold:")
+        console.print(block_length_table(lengths, int(str(models[name].config()["block_size"]))))

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from shared.block_lengths import BlockLengths
 from shared.cli.bundled import bundled_models
-from shared.cli.evaluation import Evaluation, evaluation_table, provenance
+from shared.cli.evaluation import Evaluation, block_length_table, evaluation_table, provenance
 from tests.cli.fleet_process import diffleet
 
 SCORES = {
@@ -56,6 +57,21 @@ def test_an_evaluation_shows_both_ways_of_decoding_side_by_side() -> None:
     assert provenance(evaluation) == (
         "demo: measured 2026-01-02 on a machine, on items that training never saw; trained 12 s on another"
     )
+
+
+def test_block_lengths_are_listed_with_those_that_may_be_chosen() -> None:
+    rows = [(8, 0.972, 4.3), (16, 0.975, 5.651), (32, 0.969, 6.6)]
+    names = ("block_length", "accuracy", "tokens_per_forward")
+    listed = [dict(zip(names, row, strict=True)) for row in rows]
+    console = Console(width=100, color_system=None)
+    with console.capture() as captured:
+        told = BlockLengths.model_validate({"items": 200, "decoding": {}, "lengths": listed})
+        console.print(block_length_table(told, 16))
+    assert [line.split() for line in captured.get().splitlines()[1:]] == [
+        ["8", "97.2", "%", "4.30", "yes"],
+        ["16", "97.5", "%", "5.65", "yes"],
+        ["32", "96.9", "%", "6.60", "no"],
+    ]
 
 
 @pytest.mark.slow

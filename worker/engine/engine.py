@@ -10,6 +10,7 @@ from shared.events import Event, FailCode
 from worker.engine.embedding import Embedding
 from worker.engine.infill import refusal_of
 from worker.engine.kinds import decodes_by, kind_of
+from worker.engine.load_aware import leaves_choice
 from worker.engine.plan import Canvas, DeadEnd, Guard, Plan
 from worker.engine.ports import Arrival, Decision, DeviceFull, Forward, Inbox, Load, Outbox, Resume, TextDecoder
 from worker.engine.scheduler import BatchLimits, CacheShape, Scheduler
@@ -19,6 +20,8 @@ from worker.models.spec import Commit, ModelSpec
 MakeText = Callable[[Generate, Resume], TextDecoder]
 MakeGuard = Callable[[Generate], Guard | None]
 """Raises `ValueError` for a constraint that cannot be followed; None without a constraint."""
+ChooseLength = Callable[[int], int]
+"""From how many requests run together to the block length of one that leaves it to the worker."""
 
 
 def no_guard(request: Generate) -> None:
@@ -31,8 +34,9 @@ class Engine:
     """Turns commands into events, one forward a step.
 
     `forward` runs a plan on the device; `make_text` builds the text decoder of a request (stop strings, characters
-    already published), `make_guard` what keeps it to its constraint. Every arrival ends in exactly one of: a terminal
-    event, a hand-back, a drop.
+    already published), `make_guard` what keeps it to its constraint, `choose_length` its block length where that is
+    left to the worker (unset: it is the model's own). Every arrival ends in exactly one of: a terminal event, a
+    hand-back, a drop.
     """
 
     def __init__(
@@ -43,12 +47,14 @@ class Engine:
         forward: Forward,
         make_text: MakeText,
         make_guard: MakeGuard = no_guard,
+        choose_length: ChooseLength | None = None,
     ) -> None:
         self._spec = spec
         self._scheduler = Scheduler(cache, limits)
         self._forward = forward
         self._make_text = make_text
         self._make_guard = make_guard
+        self.choose_length = choose_length
         self._order = count()
         self._steps = 0
         self._handing_back = False
@@ -107,8 +113,9 @@ class Engine:
             sequence = self._scheduler.find(request_id)
             if sequence is not None:
                 self._scheduler.remove(sequence)
+        together = len(self._scheduler.running) + len(self._scheduler.waiting) + len(inbox.arrivals)
         for arrival in inbox.arrivals:
-            self._arrive(arrival, outbox.events)
+            self._arrive(self._with_length(arrival, together), outbox.events)
         for request_id, reason in inbox.aborts:
             sequence = self._scheduler.find(request_id)
             if sequence is None:
@@ -127,6 +134,16 @@ class Engine:
             sequence = self._scheduler.find(request_id)
             if sequence is not None:
                 sequence.leaving = self._some_leave = True
+
+    def _with_length(self, arrival: Arrival, together: int) -> Arrival:
+        """Choose the block length of a request that nobody has begun, if it is left to the worker."""
+        resume, spec = arrival.resume, self._spec
+        if self.choose_length is None or resume.block or not leaves_choice(arrival.request, spec):
+            return arrival
+        length = self.choose_length(min(together, self._scheduler.limits.max_rows))
+        # The model's own needs no record: it is what everybody takes where there is none.
+        chosen = length if length != spec.block_length else None
+        return replace(arrival, resume=replace(resume, block_length=chosen))
 
     def _arrive(self, arrival: Arrival, events: list[Event]) -> None:
         request = arrival.request

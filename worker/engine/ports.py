@@ -26,6 +26,8 @@ class Resume:
     block: int = 0
     """Committed blocks."""
     nfe: int = 0
+    block_length: int | None = None
+    """What a worker has chosen for it; None: nothing was chosen."""
 
 
 @dataclass(frozen=True, slots=True)

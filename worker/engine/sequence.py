@@ -37,6 +37,8 @@ class Sequence:
     text: TextDecoder
     decoding: Decoding
     block_length: int
+    chosen_length: int | None
+    """The block length, if a worker has chosen it: recorded with each block."""
     origin: int
     """Where blocks begin: 0, or the prompt's end."""
     stop_ids: frozenset[int]
@@ -109,7 +111,7 @@ class Sequence:
             block_length = max(1, limit - origin)
         else:
             origin = len(request.prompt) if spec.blocks_after_prompt else 0
-            block_length = request.block_length or spec.block_length or max(1, limit - origin)
+            block_length = request.block_length or resume.block_length or spec.block_length or max(1, limit - origin)
         decoding = request.decoding or spec.decoding
         if limits.ignore_eos and decoding.filler_rules:
             # Filler is ordinary output for a request that runs on behind its end.
@@ -124,6 +126,7 @@ class Sequence:
             text=text,
             decoding=decoding,
             block_length=block_length,
+            chosen_length=resume.block_length,
             origin=origin,
             stop_ids=frozenset(stop_ids),
             limit=limit,
@@ -291,7 +294,8 @@ class Sequence:
             produced = count_filled(self.template, self.tokens[self.prompt_length : self.published], self.stop_ids)
         drafted = len(self.request.draft or ())
         kept = min(self.kept, drafted)
-        return Usage(prompt, produced, self.nfe, self.block, self.reused, kept, drafted - kept)
+        rejected = drafted - kept
+        return Usage(prompt, produced, self.nfe, self.block, self.reused, kept, rejected, self.block_length)
 
     # --- one step
 
@@ -647,6 +651,7 @@ class Sequence:
             text=text,
             nfe=self.nfe,
             logprobs=logprobs,
+            block_length=self.chosen_length,
         )
 
     def enter_next_block(self) -> None:

@@ -1,0 +1,65 @@
+"""A block length that a worker has chosen by its load goes with the request to whoever takes it over."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from shared.block_lengths import FILE
+from shared.client import FleetClient
+from shared.events import Delta, Event
+from tests.fleet.conftest import SpawnWorker
+from tests.fleet.models import BLOCK_LENGTH, write_tiny_model
+from tests.fleet.requests_for_tests import assert_whole, collect, sequential, text_of, tokens_of
+from worker.models import load_model
+
+NAME = "by-load"
+LENGTH = 400
+CHOSEN = 8
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that says it decides so many more tokens a forward by longer blocks that each device takes them."""
+    folder = write_tiny_model(tmp_path_factory.mktemp("by-load"))
+    decoding = load_model(folder).spec.decoding.model_dump(mode="json")
+    rows = [(BLOCK_LENGTH, 1.0), (CHOSEN, 8.0)]
+    lengths = [{"block_length": length, "accuracy": 0.9, "tokens_per_forward": tokens} for length, tokens in rows]
+    (folder / FILE).write_text(json.dumps({"items": 1, "decoding": decoding, "lengths": lengths}))
+    return folder
+
+
+def lengths_of(events: list[Event]) -> set[int | None]:
+    return {event.block_length for event in events if isinstance(event, Delta)}
+
+
+async def test_a_killed_workers_choice_is_kept_by_a_worker_that_chooses_nothing(
+    fleet: FleetClient, spawn_worker: SpawnWorker
+) -> None:
+    first = spawn_worker(NAME, "--block-length", "auto").wait_ready()
+    request = sequential(NAME, LENGTH, seed=11, decoding=None)
+    events: list[Event] = []
+    async for event in fleet.run(request):
+        events.append(event)
+        if isinstance(event, Delta) and event.block == 5:
+            first.send(signal.SIGKILL)
+            spawn_worker(NAME).wait_ready()
+    end = assert_whole(events)
+    assert {event.epoch for event in events if isinstance(event, Delta)} == {1, 2}
+    assert lengths_of(events) == {CHOSEN} and end.usage.block_length == CHOSEN
+
+    # The same as if it had been asked for, undisturbed; and the second worker by itself takes the model's own.
+    named = await collect(fleet.run(sequential(NAME, LENGTH, seed=11, decoding=None, block_length=CHOSEN)))
+    assert (tokens_of(events), text_of(events)) == (tokens_of(named), text_of(named))
+    own = await collect(fleet.run(sequential(NAME, 40, seed=11, decoding=None)))
+    assert lengths_of(own) == {None} and assert_whole(own).usage.block_length == BLOCK_LENGTH
+
+
+async def test_fronts_are_told_which_lengths_a_worker_chooses_from(
+    fleet: FleetClient, spawn_worker: SpawnWorker
+) -> None:
+    spawn_worker("told", "--block-length", "auto").wait_ready()
+    spawn_worker("untold").wait_ready()
+    cards = [await fleet.card(name) for name in ("told", "untold")]
+    assert [card.block_lengths for card in cards] == [(BLOCK_LENGTH, CHOSEN), ()]

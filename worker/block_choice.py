@@ -1,0 +1,60 @@
+"""Whether a worker chooses block lengths by its load, and from which."""
+
+import logging
+from itertools import pairwise
+
+from shared.block_lengths import InvalidBlockLengths, eligible, read_block_lengths
+from worker.engine.load_aware import LoadAware, can_choose
+from worker.engine.ports import Forward
+from worker.engine.scheduler import BatchLimits, CacheShape
+from worker.models import ModelError
+from worker.models.spec import ModelSpec
+from worker.settings import WorkerSettings
+from worker.step_prices import measure_prices
+
+log = logging.getLogger(__name__)
+
+
+def choose_length(
+    settings: WorkerSettings, spec: ModelSpec, cache: CacheShape, limits: BatchLimits, forward: Forward
+) -> LoadAware | None:
+    """Return what chooses block lengths by load, its prices measured now by `forward`.
+
+    None if none is to be chosen, or where there is no choice, which is logged with its reason. Raises `ModelError` for
+    a file that is not one.
+    """
+    if settings.block_length == "model":
+        return None
+    try:
+        table = read_block_lengths(settings.folder)
+    except InvalidBlockLengths as error:
+        raise ModelError(f"{settings.folder}: {error}") from error
+    reason, lengths = "", dict[int, float]()
+    if table is None:
+        reason = "the model's folder does not say how good others are"
+    elif not can_choose(spec) or settings.adapter is not None:
+        reason = "this model has one block length"
+    elif limits.pages_ahead:
+        reason = "steps are captured for one block length"
+    else:
+        found = eligible(table, spec.block_length, spec.decoding.model_dump(mode="json"))
+        # What fits with the model's own length has to fit with any, and texts shall share their pages.
+        room, page = limits.largest_block, cache.page_size
+        lengths = {length: tokens for length, tokens in found.items() if length <= room and page % length == 0}
+        reason = "" if len(lengths) > 1 else "no other fits, and is as often right under the model's default strategy"
+    if reason:
+        log.warning("block_length auto: %s, so all requests that name none get the model's own", reason)
+        return None
+    width = max(length + tokens for length, tokens in lengths.items())
+    most = min(limits.token_budget, int(settings.max_rows * width))
+    prices = measure_prices(forward, spec, cache, most)
+    chooser = LoadAware(spec.block_length, lengths, prices, limits.token_budget)
+    log.info("block lengths by requests that run together: %s", told(chooser, settings.max_rows))
+    return chooser
+
+
+def told(chooser: LoadAware, max_rows: int) -> str:
+    """Return the choices in words, such as `16 up to 3, 8 beyond`."""
+    choices = [chooser(requests) for requests in range(1, max_rows + 1)]
+    parts = [f"{length} up to {at}" for at, (length, after) in enumerate(pairwise(choices), 1) if length != after]
+    return ", ".join([*parts, f"{choices[-1]} beyond" if parts else f"{choices[-1]} always"])
