@@ -128,6 +128,12 @@ def test_a_faster_device_chooses_alike(
     assert other.rate(other(load), load) == pytest.approx(other.rate(choose(load), load), rel=MARGIN + 1e-6)
 
 
+def test_of_equals_the_models_own_is_taken_and_else_the_shorter() -> None:
+    tokens = {8: 5.0, 16: 5.0, 32: 5.0}
+    assert [LoadAware(own, tokens, FLAT, 2048)(4) for own in (8, 16, 32)] == [8, 16, 32]
+    assert LoadAware(64, {64: 1.0} | tokens, FLAT, 2048)(4) == 8
+
+
 def test_long_blocks_alone_and_short_ones_in_company_where_arithmetic_comes_to_bind() -> None:
     # Weights take 10 ms; from 100 positions on each takes 0.1 ms.
     told = StepPrices.of([(1, 0.01), (100, 0.01), (1000, 0.1)])
