@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ReadOnly
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import assert_never
 
 import torch
@@ -192,20 +193,26 @@ class AheadRunner:
         self.asked = self.postponed = 0
         """Rows that the device might have decided, and those of them that it did not."""
 
+    def captures(self) -> list[tuple[int, Callable[[], None]]]:
+        """Return (rows, capture) of all steps that may be launched; the largest first, so that the smaller ones find
+        its memory."""
+        graphs, found = self._graphs, list[tuple[int, Callable[[], None]]]()
+        ways = (True, False) if graphs.bank is not None else (False,)
+        for size in reversed(self._sizes):
+            heads = [partial(graphs.capture_head, size, room) for room in reversed(self._room[size])]
+            layers = [
+                partial(graphs.capture, size, slots, way) for slots in reversed(self._slots[size]) for way in ways
+            ]
+            found += [(size, work) for work in (layers[0], heads[0], *layers[1:], *heads[1:])]
+        return found
+
     def capture(self, progress: Progress) -> None:
         """Capture all steps that may be launched, and learn what they take."""
-        graphs = self._graphs
-        ways = (True, False) if graphs.bank is not None else (False,)
-        of = sum(len(ways) * len(self._slots[size]) + len(self._room[size]) for size in self._sizes)
-        done = 0
-        for size in reversed(self._sizes):
-            for slots in reversed(self._slots[size]):
-                for adapted in ways:
-                    graphs.capture(size, slots, adapted)
-                    progress(done := done + 1, of)
-            for room in reversed(self._room[size]):
-                graphs.capture_head(size, room)
-                progress(done := done + 1, of)
+        graphs, captures = self._graphs, self.captures()
+        for done, (_, work) in enumerate(captures, 1):
+            work()
+            progress(done, len(captures))
+        graphs.tidy()
         for size in self._sizes:
             layers = {slots: graphs.measure(size, slots) for slots in self._slots[size]}
             head = {room: graphs.measure_head(size, room) for room in self._room[size]}

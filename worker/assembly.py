@@ -24,7 +24,7 @@ from worker.engine.infill import can_fill
 from worker.engine.ports import Resume
 from worker.engine.scheduler import BatchLimits, CacheShape
 from worker.engine.window import cuts_windows
-from worker.memory import step_bytes
+from worker.memory import measure_needs
 from worker.metered import Metered
 from worker.models import LoadedModel, ModelError, load_model
 from worker.models.eight_bits import keep
@@ -102,8 +102,8 @@ def _assemble(settings: WorkerSettings, placement: Placement, model: LoadedModel
         settings,
         model.spec,
         placement,
-        lambda page_size: kept + step_bytes(model, limits, page_size),
-        free_memory(placement.device) if group is None else group.free_memory(placement.device),
+        lambda page_size: kept + measure_needs(model, limits, page_size, bank).total,
+        lambda: free_memory(placement.device) if group is None else group.free_memory(placement.device),
     )
     # A longer request could never run here, so nobody should be told that it may.
     capacity = cache.page_size * cache.num_pages
@@ -170,13 +170,13 @@ def cache_shape(
     settings: WorkerSettings,
     spec: ModelSpec,
     placement: Placement,
-    step_bytes: Callable[[int], int] = lambda _: 0,
-    free: int | None = None,
+    needs: Callable[[int], int] = lambda _: 0,
+    free: Callable[[], int | None] = lambda: None,
 ) -> CacheShape:
-    """Return the pages of the KV cache: as many as asked for, or as the memory holds beside the weights and the largest
-    step, whose bytes `step_bytes` finds out for pages of a size; and never more than all rows could fill.
+    """Return the pages of the KV cache: as many as asked for, or as the memory holds beside the weights and what the
+    work needs, whose bytes `needs` finds out for pages of a size; and never more than all rows could fill.
 
-    `free` are the bytes of the device beside the weights; None: it is the host's memory, which is not planned.
+    `free` tells the bytes of the device beside the weights; None: it is the host's memory, which is not planned.
     """
     page_size = settings.page_size or spec.block_length * max(1, _PAGE_TOKENS // spec.block_length)
     useful = settings.max_rows * -(-spec.max_model_len // page_size)
@@ -184,8 +184,10 @@ def cache_shape(
         return CacheShape(page_size, min(settings.num_pages, useful))
     if settings.kv_cache_mb is not None:
         memory = settings.kv_cache_mb * _MIB
-    elif free is not None:
-        memory = max(0, int((free - step_bytes(page_size)) * _GPU_CACHE_SHARE))
+    elif free() is not None:
+        # Finding out what is needed loads compiled kernels and libraries, which stay.
+        needed = needs(page_size)
+        memory = max(0, int(((free() or 0) - needed) * _GPU_CACHE_SHARE))
     else:
         memory = _CPU_CACHE_MIB * _MIB
     token_bytes = 2 * sum(heads * _head_bytes(settings, dim, placement) for heads, dim in kv_shapes(spec))

@@ -91,6 +91,8 @@ class StepGraphs:
         self._layers: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
         self._heads: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._first: torch.cuda.CUDAGraph | None = None
+        # One for all: what a stream has freed is only found by itself again.
+        self._side = torch.cuda.Stream(device) if self._on_gpu else None
 
     @property
     def kept_bytes(self) -> int:
@@ -111,7 +113,8 @@ class StepGraphs:
     @torch.inference_mode()
     def _record(self, work: Callable[[], Captured]) -> tuple[torch.cuda.CUDAGraph, Captured]:
         # Before a capture everything runs once: compilers, handles and workspaces are then in place.
-        side = torch.cuda.Stream()
+        side = self._side
+        assert side is not None
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             kept = self.state.clone()
@@ -126,6 +129,12 @@ class StepGraphs:
             found = work()
         self._first = self._first or graph
         return graph, found
+
+    def tidy(self) -> None:
+        """Give back what only capturing needed."""
+        if self._on_gpu:
+            torch.cuda.synchronize(self._model.device)
+            torch.cuda.empty_cache()
 
     def measure(self, rows: int, slots: int) -> float | None:
         """Return the ms that the layers take for resting rows; None if they are not captured."""

@@ -1,10 +1,13 @@
-"""How much memory a step may need beside the weights and the pages: measured, by running the largest ones."""
+"""How much memory the work needs beside the weights and the pages: measured, by running the largest of it."""
 
 from collections.abc import Callable
+from collections.abc import Sequence as ReadOnly
+from dataclasses import dataclass
 
 import torch
 
-from worker.ahead import MAX_ROWS, make_graphs
+from worker.adapters.bank import AdapterBank
+from worker.ahead import MAX_ROWS, AheadRunner, bucket_sizes, make_graphs
 from worker.engine.plan import Plan, Row
 from worker.engine.scheduler import BatchLimits
 from worker.engine.window import cuts_windows
@@ -16,40 +19,86 @@ _LONGEST = 16_384
 """Positions of a text that cannot be cut that are tried; a longer one that finds no memory fails by itself."""
 
 
-@torch.inference_mode()
-def step_bytes(model: LoadedModel, limits: BatchLimits, page_size: int) -> int:
-    """Return an upper bound of what a step allocates, bytes; 0 where that is not known to matter.
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Bytes that must be free beside the weights and the pages."""
 
-    Captured steps keep their memory, so theirs is added to that of the largest plan. A model on a CPU shares the
-    host's memory, which is not planned.
+    plan: int
+    """Of the largest plan, while it runs."""
+    logits: int
+    """Of the positions that are looked at together, while they are."""
+    steps: int = 0
+    """Of all captured steps, for good: what they allocate, which they share, and the graphs themselves."""
+
+    @property
+    def total(self) -> int:
+        return self.plan + self.logits + self.steps
+
+
+NO_NEEDS = Needs(0, 0)
+"""A model on a CPU shares the host's memory, which is not planned."""
+
+
+@torch.inference_mode()
+def measure_needs(model: LoadedModel, limits: BatchLimits, page_size: int, bank: AdapterBank | None = None) -> Needs:
+    """Return what the work needs; `bank` has the adapters that captured steps run under.
+
+    Whoever asks for the free memory afterwards is told what compilers and libraries have left of it.
     """
     spec, device = model.spec, model.device
     if device.type != "cuda":
-        return 0
+        return NO_NEEDS
     # Logits are looked at in parts of a bounded size, in float32 and with some copies where requests are special.
     logits = 4 * LOGITS_AT_ONCE * torch.float32.itemsize
     if spec.commit is Commit.ENCODED:
-        return 2 * logits
+        return Needs(logits, logits)
     tokens = limits.token_budget
     if not cuts_windows(spec):
         tokens = max(tokens, min(spec.max_model_len, _LONGEST))
-    captured, plan = _measure(model, limits, tokens, page_size)
+    plan, steps = _measure(model, limits, tokens, page_size, bank)
     torch.cuda.empty_cache()
-    return plan + captured + logits
+    return Needs(plan, logits, steps)
 
 
-def _measure(model: LoadedModel, limits: BatchLimits, tokens: int, page_size: int) -> tuple[int, int]:
-    """Return the bytes of a captured step of all rows, and of a plan of so many tokens."""
+def _measure(
+    model: LoadedModel, limits: BatchLimits, tokens: int, page_size: int, bank: AdapterBank | None
+) -> tuple[int, int]:
+    """Return the bytes of a plan of so many tokens, and of the captured steps."""
     pages = -(-tokens // page_size)
-    runner = Runner(model, pages, page_size, model.device)
+    runner = Runner(model, pages, page_size, model.device, bank=bank)
     row = Row("", 0, (0,) * tokens, (tokens,) * tokens, tuple(range(pages)), None)
     plan = _peak(model.device, lambda: runner(Plan((row,))))
-    if not limits.pages_ahead:
-        return 0, plan
-    rows = min(limits.max_rows, MAX_ROWS)
-    graphs = make_graphs(runner, rows)
-    steps = _peak(model.device, lambda: graphs.launch(rows, rows))
-    return steps + graphs.kept_bytes, plan
+    return plan, _measure_steps(runner, min(limits.max_rows, MAX_ROWS)) if limits.pages_ahead else 0
+
+
+def _measure_steps(runner: Runner, max_rows: int) -> int:
+    """Return the bytes that all captured steps hold, judged by those of the most rows.
+
+    The largest two, layers and head, allocate what the others share; of those that follow, each holds a little.
+    """
+    device = runner.model.device
+    graphs = make_graphs(runner, max_rows)
+    captures = AheadRunner(runner, graphs, bucket_sizes(max_rows)).captures()
+    largest = [work for rows, work in captures if rows == captures[0][0]]
+    graphs.tidy()
+    free = [torch.cuda.mem_get_info(device)[0]]
+    for works in (largest[:2], largest[2:]):
+        for work in works:
+            work()
+        graphs.tidy()
+        free.append(torch.cuda.mem_get_info(device)[0])
+    return graphs.kept_bytes + extrapolate(free, 2, len(largest), len(captures))
+
+
+def extrapolate(free: ReadOnly[int], first: int, tried: int, count: int) -> int:
+    """Return what `count` things take, of which the `first` and then all that were `tried` left so much free.
+
+    What the first take they share with the others; those that follow are taken for equal.
+    """
+    before, shared, after = free
+    others = tried - first
+    each = -(-max(0, shared - after) // others) if others else 0
+    return max(0, before - shared) + each * (count - first)
 
 
 def _peak(device: torch.device, work: Callable[[], object]) -> int:

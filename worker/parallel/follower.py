@@ -67,9 +67,7 @@ class Follower:
                 places = torch.tensor(message.places, dtype=torch.int64, device=self._model.device)
                 self._model.module.logits(self._last_hidden()[places])
             case MakePages():
-                self._runner = self._graphs = self._hidden = None
-                if self._model.device.type == "cuda":
-                    torch.cuda.empty_cache()
+                self._drop_pages()
                 spec = replace(
                     self._model.spec,
                     text_vocab_size=message.text_vocab_size,
@@ -88,11 +86,18 @@ class Follower:
                     runner.model, runner.kv, runner.barred, runner.filler_ids, layout, message.max_rows
                 )
             case Least():
+                # It is asked before pages are made: what was there to be measured goes first.
+                self._drop_pages()
                 self._peers.least(own_number(message.what, self._model.device))
             case Start() | End():
                 raise BrokenMessage(f"{type(message).__name__} has no place here")
             case _:
                 assert_never(message)
+
+    def _drop_pages(self) -> None:
+        self._runner = self._graphs = self._hidden = None
+        if self._model.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _pages_made(self) -> Runner:
         if self._runner is None:

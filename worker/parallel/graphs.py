@@ -9,7 +9,9 @@ from worker.graphs import Answer, StepGraphs
 from worker.parallel.messages import Graphs, OnGraphs
 from worker.runner import Runner
 
-LED = frozenset({"capture", "capture_head", "measure", "measure_head", "put", "renumber", "rest", "move", "launch"})
+LED = frozenset(
+    {"capture", "capture_head", "tidy", "measure", "measure_head", "put", "renumber", "rest", "move", "launch"}
+)
 """Methods that every rank runs: all that touch the device."""
 
 
@@ -33,6 +35,10 @@ class LedGraphs(StepGraphs):
     def capture_head(self, rows: int, room: int) -> None:
         self._told("capture_head", rows, room)
         super().capture_head(rows, room)
+
+    def tidy(self) -> None:
+        self._told("tidy")
+        super().tidy()
 
     def measure(self, rows: int, slots: int) -> float | None:
         self._told("measure", rows, slots)

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
@@ -31,13 +31,13 @@ from shared.events import Delta, Failed, Finished
 from tests.bench.gpu.shapes import SHAPES, Shape, random_model, store_in_blocks
 from tests.bench.gpu.soak import STEPS_OF_AN_HOUR, Traffic, soak
 from tests.worker.texts import NoText
-from worker.ahead import AheadRunner, make_graphs
+from worker.ahead import AheadRunner, bucket_sizes, make_graphs
 from worker.engine.engine import Engine
 from worker.engine.plan import Plan
 from worker.engine.ports import Arrival, Decision, Inbox
 from worker.engine.scheduler import BatchLimits, CacheShape
 from worker.foresight import Offer
-from worker.memory import step_bytes
+from worker.memory import measure_needs
 from worker.models import LoadedModel
 from worker.models.fp8 import quantize, quantize_head
 from worker.models.layers import Decoder
@@ -211,6 +211,22 @@ def bench_llada(model: LoadedModel, report: Report, rows: int) -> None:
                     "asked": watched.forward.asked,
                 }
             )
+
+
+def bench_memory(model: LoadedModel, report: Report, rows: int) -> None:
+    """What the plan of the memory says, and what the captured steps then take."""
+    device = model.device
+    needs = measure_needs(model, BatchLimits(rows, BUDGET, pages_ahead=True), PAGE)
+    _tidy()
+    runner = Runner(model, rows * 8, PAGE, device)
+    graphs = make_graphs(runner, rows)
+    leader = AheadRunner(runner, graphs, bucket_sizes(rows))
+    free = torch.cuda.mem_get_info(device)[0]
+    leader.capture(lambda done, of: None)
+    graphs.tidy()
+    taken = free - torch.cuda.mem_get_info(device)[0] + graphs.kept_bytes
+    told = {f"{name}_gb": size / 1e9 for name, size in asdict(needs).items()}
+    report({"bench": "memory", "rows": rows, **told, "captures": len(leader.captures()), "steps_took_gb": taken / 1e9})
 
 
 def bench_prompts(model: LoadedModel, report: Report, running: int, coming: int, budget: int) -> None:
@@ -409,8 +425,8 @@ def main() -> None:
                     traffic = Traffic(rows=arguments.soak_rows, pages=12 * arguments.soak_rows)
                     report(soak(model, arguments.soak_steps, arguments.seconds, traffic))
                 else:
-                    limits = BatchLimits(64, 2048, pages_ahead=True)
-                    report({"bench": "memory", "step_gb": step_bytes(model, limits, PAGE) / 1e9})
+                    for each in rows:
+                        bench_memory(model, report, each)
                 _tidy()
             del model
             _tidy()

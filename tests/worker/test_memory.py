@@ -1,0 +1,118 @@
+"""What must be free beside weights and pages: the plan against what captured steps take."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.fleet.models import write_tiny_model
+from worker.ahead import AheadRunner, bucket_sizes, make_graphs
+from worker.assembly import cache_shape
+from worker.device import Placement
+from worker.engine.scheduler import BatchLimits
+from worker.memory import NO_NEEDS, Needs, extrapolate, measure_needs
+from worker.models import LoadedModel, ModelError, load_model
+from worker.runner import Runner
+from worker.settings import WorkerSettings
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+PAGE = 8
+LIMITS = BatchLimits(40, 256, pages_ahead=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load_model(write_tiny_model(tmp_path_factory.mktemp("model")), device=DEVICE)
+
+
+def test_captured_steps_count_for_good_beside_what_a_plan_needs_while_it_runs():
+    assert Needs(plan=5, logits=7, steps=11).total == 23
+
+
+def test_what_the_first_steps_allocate_is_shared_and_each_other_adds_its_own():
+    assert extrapolate((1000, 400, 370), first=2, tried=12, count=62) == 600 + 60 * 3
+    assert extrapolate((1000, 400, 400), first=2, tried=12, count=62) == 600
+    assert extrapolate((1000, 400, 400), first=2, tried=2, count=2) == 600
+
+
+@given(
+    shared=st.integers(0, 10**10),
+    each=st.integers(0, 10**8),
+    others=st.integers(1, 20),
+    untried=st.integers(0, 100),
+)
+def test_equal_steps_are_told_exactly(shared: int, each: int, others: int, untried: int):
+    free = (10**12, 10**12 - shared, 10**12 - shared - each * others)
+    assert extrapolate(free, 2, 2 + others, 2 + others + untried) == shared + each * (others + untried)
+
+
+@given(st.integers(0, 10**10), st.integers(0, 10**10))
+def test_memory_that_comes_back_meanwhile_is_never_taken_for_a_gain(shared: int, after: int):
+    assert extrapolate((10**9, shared, after), 2, 7, 30) >= 0
+
+
+def test_the_largest_layers_and_head_of_each_number_of_rows_are_captured_first(model: LoadedModel, monkeypatch):
+    graphs = make_graphs(Runner(model, 8, PAGE, DEVICE), 40)
+    leader = AheadRunner(Runner(model, 8, PAGE, DEVICE), graphs, bucket_sizes(40))
+    order = list[tuple[str, int, int]]()
+    monkeypatch.setattr(graphs, "capture", lambda rows, slots, adapted: order.append(("layers", rows, slots)))
+    monkeypatch.setattr(graphs, "capture_head", lambda rows, room: order.append(("head", rows, room)))
+    captures = leader.captures()
+    for rows, capture in captures:
+        capture()
+        assert order[-1][1] == rows
+    sizes = [rows for rows, _ in captures]
+    assert sizes == sorted(sizes, reverse=True)
+    for rows in bucket_sizes(40):
+        mine = [each for each in order if each[1] == rows]
+        first = {kind: max(size for what, _, size in mine if what == kind) for kind in ("layers", "head")}
+        assert mine[:2] == [("layers", rows, first["layers"]), ("head", rows, first["head"])]
+        assert first == {"layers": rows, "head": rows * model.spec.block_length}
+    assert len(order) == len(set(order))
+    told = list[tuple[int, int]]()
+    leader.capture(lambda done, of: told.append((done, of)))
+    assert told == [(done, len(captures)) for done in range(1, len(captures) + 1)]
+
+
+def test_pages_get_what_is_free_once_the_needs_have_been_measured(model: LoadedModel):
+    left = [10**6]
+
+    def measure(page_size: int) -> int:
+        left[0] -= 3 * 10**5
+        return 2 * 10**5
+
+    spec = replace(model.spec, max_model_len=10**6)
+    settings, placement = WorkerSettings(), Placement(torch.device("cpu"), torch.float32, 1)
+    cache = cache_shape(settings, spec, placement, measure, lambda: left[0])
+    token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 4
+    assert cache.num_pages == int(5 * 10**5 * 0.95) // (token * cache.page_size)
+
+
+def test_needs_beyond_what_is_free_are_refused_with_a_message(model: LoadedModel):
+    placement = Placement(torch.device("cpu"), torch.float32, 1)
+    with pytest.raises(ModelError, match="do not hold one page"):
+        cache_shape(WorkerSettings(), model.spec, placement, lambda _: 10**9, lambda: 10**6)
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU's memory is planned")
+def test_the_memory_of_a_host_is_not_planned(model: LoadedModel):
+    assert measure_needs(model, LIMITS, PAGE) == NO_NEEDS
+
+
+@pytest.mark.skipif(not ON_GPU, reason="captures need a GPU")
+def test_captured_steps_take_what_the_plan_says(model: LoadedModel):
+    needs = measure_needs(model, LIMITS, PAGE)
+    runner = Runner(model, 64, PAGE, DEVICE)
+    graphs = make_graphs(runner, LIMITS.max_rows)
+    graphs.tidy()
+    free = torch.cuda.mem_get_info(DEVICE)[0]
+    AheadRunner(runner, graphs, bucket_sizes(LIMITS.max_rows)).capture(lambda done, of: None)
+    taken = free - torch.cuda.mem_get_info(DEVICE)[0]
+    assert taken <= needs.steps <= 2 * taken + 2**28
+    before = torch.cuda.memory_reserved(DEVICE)
+    graphs.launch(LIMITS.max_rows, LIMITS.max_rows)
+    torch.cuda.synchronize(DEVICE)
+    assert torch.cuda.memory_reserved(DEVICE) == before
