@@ -5,20 +5,28 @@ sized for the worst case leaves early where there is no tile. All shapes are kno
 graph serves any routing.
 """
 
+import functools
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.gpu.overlap import overlap_options, wait_for_inputs
 from kernels.moe import Router
+from kernels.moe import router_logits as plain_logits
+
+
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    if x.dtype == torch.float32 or x.shape[0] < _MANY_TOKENS:
+        return plain_logits(x, weight)
+    return multiply_exactly(x, weight)
 
 
 def multiply_exactly(x: Tensor, weight: Tensor) -> Tensor:
-    """Return `router_logits` from the matrix units: a float32 is the sum of three narrow numbers, x is narrow already.
-
-    The models take the plain product until this one has been timed beside it on a card (`tests.bench.gpu.kernels moe`).
-    """
+    """Return `router_logits` of narrow x from the matrix units: a float32 is the sum of three narrow numbers."""
     tokens, inputs = x.shape
     experts = weight.shape[0]
     if weight.shape[1] != inputs:
@@ -26,10 +34,10 @@ def multiply_exactly(x: Tensor, weight: Tensor) -> Tensor:
     x, weight = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, weight))
     out = torch.empty((tokens, experts), dtype=torch.float32, device=x.device)
     if tokens:
-        grid = (triton.cdiv(tokens, 64), triton.cdiv(experts, 64))
+        grid = (triton.cdiv(experts, 64), triton.cdiv(tokens, 64))
         _multiply_exactly[grid](
             x, weight, out, tokens, experts, inputs, x.stride(0), weight.stride(0),
-            BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=3, **overlap_options(x.device),
+            BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=4, **overlap_options(x.device),
         )  # fmt: skip
     return out
 
@@ -49,27 +57,28 @@ def _multiply_exactly(
     BLOCK_K: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    rest = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    # The weights are the left operand: that one may come from registers, where they are cut into three.
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    rest = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     wait_for_inputs(OVERLAP)
     for start in range(0, inputs, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         inside = k < inputs
-        x_place = x_ptr + m.to(tl.int64)[:, None] * x_stride + k[None, :]
-        x = tl.load(x_place, mask=(m < tokens)[:, None] & inside[None, :], other=0.0)
-        w_place = weight_ptr + n[None, :] * weight_stride + k[:, None]
-        w = tl.load(w_place, mask=(n < columns)[None, :] & inside[:, None], other=0.0)
+        x_place = x_ptr + m.to(tl.int64)[None, :] * x_stride + k[:, None]
+        x = tl.load(x_place, mask=(m < tokens)[None, :] & inside[:, None], other=0.0)
+        w_place = weight_ptr + n[:, None] * weight_stride + k[None, :]
+        w = tl.load(w_place, mask=(n < columns)[:, None] & inside[None, :], other=0.0)
         high = w.to(x.dtype)
         left = w - high.to(tl.float32)
         middle = left.to(x.dtype)
         low = (left - middle.to(tl.float32)).to(x.dtype)
-        acc = tl.dot(x, high, acc)
-        rest = tl.dot(x, middle, rest)
-        rest = tl.dot(x, low, rest)
+        acc = tl.dot(high, x, acc)
+        rest = tl.dot(middle, x, rest)
+        rest = tl.dot(low, x, rest)
     place = out_ptr + m.to(tl.int64)[:, None] * columns + n[None, :]
-    tl.store(place, acc + rest, mask=(m < tokens)[:, None] & (n < columns)[None, :])
+    tl.store(place, tl.trans(acc + rest), mask=(m < tokens)[:, None] & (n < columns)[None, :])
 
 
 def route(
@@ -96,7 +105,7 @@ def route(
         "BLOCK_P": triton.next_power_of_2(per_group),
         "SIGMOID": router.scoring == "sigmoid",
         "BIASED": bias is not None,
-        "num_warps": 4,
+        "num_warps": 1,
         **overlap_options(device),
     }
     if router.capacity:
@@ -277,38 +286,88 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tens
         return out
     device, options = x.device, overlap_options(x.device)
     pairs = tokens * top_k
-    block_m = _tile_rows(pairs, count, x.dtype)
+    at_once = _runs_at_once(x, pairs, count, hidden, inner)
+    block_m = _TOGETHER.tokens if at_once else _tile_rows(pairs, count, x.dtype)
     tiles = min(pairs, count + pairs // block_m)
     members = torch.empty((count, tokens), dtype=torch.int32, device=device)
     counts = torch.empty(count, dtype=torch.int32, device=device)
-    tile_expert = torch.empty(tiles, dtype=torch.int32, device=device)
-    tile_start = torch.empty(tiles, dtype=torch.int32, device=device)
-    _collect[(count,)](ids, members, counts, pairs, tokens, TOP_K=top_k, BLOCK=1024, num_warps=4, **options)
-    block_e = triton.next_power_of_2(count)
-    _number_tiles[(1,)](
-        counts, tile_expert, tile_start, count, tiles, BLOCK_M=block_m, BLOCK_E=block_e, num_warps=4, **options
-    )
+    table = torch.empty((3, tiles), dtype=torch.int32, device=device)
+    progress = torch.empty(tiles + 1, dtype=torch.int32, device=device)
+    many = pairs > 1024
+    _collect[(count,)](
+        ids, members, counts, table, progress, _arrivals(device), pairs, tokens, tiles,
+        BLOCK_M=block_m, BLOCK=4096 if many else 1024, BLOCK_E=triton.next_power_of_2(count),
+        num_warps=8 if many else 4, **options,
+    )  # fmt: skip
     warm = torch.empty((pairs, inner), dtype=x.dtype, device=device)
     parts = torch.empty((pairs, hidden), dtype=x.dtype, device=device)
-    shape = {
-        "TOP_K": top_k,
-        "BLOCK_M": block_m,
-        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
-        **options,
-    }
-    block_n, block_k, warps, stages = _tile_columns(block_m, x.element_size())
-    _project[(triton.cdiv(inner, block_n), tiles)](
-        x, gate_up, members, counts, tile_expert, tile_start, weights, warm, tokens, hidden, inner,
-        GATED=True, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps, num_stages=stages, **shape,
-    )  # fmt: skip
-    _project[(triton.cdiv(hidden, 2 * block_n), tiles)](
-        warm, down, members, counts, tile_expert, tile_start, weights, parts, tokens, inner, hidden,
-        GATED=False, BLOCK_N=2 * block_n, BLOCK_K=block_k, num_warps=warps, num_stages=stages, **shape,
-    )  # fmt: skip
+    if at_once:
+        tile = _TOGETHER
+        _multiply[(tiles * (inner // tile.gate + hidden // tile.down),)](
+            x,
+            TensorDescriptor.from_tensor(gate_up.view(-1, hidden), [tile.gate, tile.inputs]),
+            TensorDescriptor.from_tensor(down.view(-1, inner), [tile.down, tile.inputs]),
+            members, table, progress, weights, warm, parts, tiles,
+            HIDDEN=hidden, INNER=inner, TOP_K=top_k,
+            BLOCK_M=tile.tokens, BLOCK_N=tile.gate, BLOCK_D=tile.down, BLOCK_K=tile.inputs,
+            num_warps=tile.warps, num_stages=tile.stages, **options,
+        )  # fmt: skip
+    else:
+        shape = {
+            "TOP_K": top_k,
+            "BLOCK_M": block_m,
+            "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+            **options,
+        }
+        block_n, block_k, warps, stages = _tile_columns(block_m, x.element_size())
+        _project[(triton.cdiv(inner, block_n), tiles)](
+            x, gate_up, members, table, weights, warm, tiles, hidden, inner,
+            GATED=True, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps, num_stages=stages, **shape,
+        )  # fmt: skip
+        _project[(triton.cdiv(hidden, 2 * block_n), tiles)](
+            warm, down, members, table, weights, parts, tiles, inner, hidden,
+            GATED=False, BLOCK_N=2 * block_n, BLOCK_K=block_k, num_warps=warps, num_stages=stages, **shape,
+        )  # fmt: skip
     _combine[(tokens, triton.cdiv(hidden, 1024))](
         parts, ids, out, hidden, TOP_K=top_k, BLOCK_K=triton.next_power_of_2(top_k), BLOCK=1024, num_warps=4, **options
     )
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How the products of many tokens are cut into programs."""
+
+    tokens: int
+    """Of an expert, all of them as a rule: then its weights are read once."""
+    gate: int
+    """Columns of the gate, and as many beside it, in a program of the first product."""
+    down: int
+    """Columns in a program of the second product."""
+    inputs: int
+    warps: int
+    stages: int
+
+
+_TOGETHER = Tile(64, 64, 128, 64, 4, 3)
+_TOGETHER_FROM = 32
+"""Tokens of an expert from which up both products in one launch are faster (docs/benchmarks)."""
+_MANY_TOKENS = 512
+"""Up to here PyTorch's float32 product of the router costs next to nothing."""
+
+
+def _runs_at_once(x: Tensor, pairs: int, count: int, hidden: int, inner: int) -> bool:
+    """Tell whether both products go in one launch: that needs even tiles, and Hopper's copies of whole tiles."""
+    tile = _TOGETHER
+    even = hidden % tile.down == 0 and hidden % tile.inputs == 0 and inner % tile.gate == 0 and inner % tile.inputs == 0
+    able = x.device.type == "cpu" or overlap_options(x.device)["OVERLAP"]
+    return even and able and x.element_size() == 2 and pairs >= _TOGETHER_FROM * count
+
+
+@functools.cache
+def _arrivals(device: torch.device) -> Tensor:
+    """Return a zero that every kernel leaves as zero; kernels of one stream never run at the same time."""
+    return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def _tile_rows(pairs: int, count: int, dtype: torch.dtype) -> int:
@@ -324,11 +383,27 @@ def _tile_columns(block_m: int, element_size: int) -> tuple[int, int, int, int]:
     return 64, 64, 4, 4 if block_m <= 32 else 3
 
 
-@triton.jit(do_not_specialize=["pairs", "tokens"])
+@triton.jit(do_not_specialize=["pairs", "tokens", "tiles"])
 def _collect(
-    ids_ptr, members_ptr, counts_ptr, pairs, tokens, TOP_K: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+    ids_ptr,
+    members_ptr,
+    counts_ptr,
+    table_ptr,
+    progress_ptr,
+    arrivals_ptr,
+    pairs,
+    tokens,
+    tiles,
+    BLOCK_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """List the (token, choice) pairs of one expert, in order of tokens."""
+    """List the (token, choice) pairs of one expert, in order of tokens; the last program numbers the tiles of all.
+
+    Of each tile the table says its expert, how many pairs it has, and where in `members` they begin; tiles that do not
+    exist belong to expert -1.
+    """
     expert = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     count = 0
@@ -340,46 +415,162 @@ def _collect(
         tl.store(members_ptr + expert * tokens + count + rank, pair, mask=mine)
         count += tl.sum(mine.to(tl.int32), 0)
     tl.store(counts_ptr + expert, count)
+    # The count is written before its arrival says so.
+    tl.debug_barrier()
+    if tl.atomic_add(arrivals_ptr, 1, sem="acq_rel") < tl.num_programs(0) - 1:
+        return
+    tl.store(arrivals_ptr, 0)
+    each = tl.arange(0, BLOCK_E)
+    sizes = tl.load(counts_ptr + each, mask=each < tl.num_programs(0), other=0, cache_modifier=".cg")
+    needed = (sizes + BLOCK_M - 1) // BLOCK_M
+    before = tl.cumsum(needed, 0) - needed
+    for place in range(0, tiles + 1, BLOCK_E):
+        tl.store(progress_ptr + place + each, tl.zeros((BLOCK_E,), tl.int32), mask=place + each <= tiles)
+    for tile in range(tl.sum(needed, 0), tiles, BLOCK_E):
+        tl.store(table_ptr + tile + each, tl.full((BLOCK_E,), -1, tl.int32), mask=tile + each < tiles)
+    for number in range(tl.max(needed, 0)):
+        exists = number < needed
+        row = table_ptr + before + number
+        tl.store(row, each, mask=exists)
+        tl.store(row + tiles, tl.minimum(sizes - number * BLOCK_M, BLOCK_M), mask=exists)
+        tl.store(row + 2 * tiles, each * tokens + number * BLOCK_M, mask=exists)
 
 
 @triton.jit(do_not_specialize=["tiles"])
-def _number_tiles(
-    counts_ptr,
-    tile_expert_ptr,
-    tile_start_ptr,
-    count,
+def _multiply(
+    x_ptr,
+    gate_up,
+    down,
+    members_ptr,
+    table_ptr,
+    progress_ptr,
+    share_ptr,
+    warm_ptr,
+    parts_ptr,
     tiles,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Number the tiles of all experts in a row; tiles that do not exist belong to expert -1."""
-    expert = tl.arange(0, BLOCK_E)
+    """One program's part of a tile's first product, or of its second one: those of all tiles come after all first ones.
+
+    Weights are the left operand, so that they fill the 64 rows of a Hopper matrix instruction. Programs take their
+    numbers as they start, so whoever waits for a first product waits for programs that run already.
+    """
     wait_for_inputs(OVERLAP)
-    sizes = tl.load(counts_ptr + expert, mask=expert < count, other=0)
-    needed = (sizes + BLOCK_M - 1) // BLOCK_M
-    before = tl.cumsum(needed, 0) - needed
-    used = tl.sum(needed, 0)
-    for tile in range(used, tiles, BLOCK_E):
-        empty = tile + expert
-        tl.store(tile_expert_ptr + empty, tl.full((BLOCK_E,), -1, tl.int32), mask=empty < tiles)
-    for number in range(tl.max(needed, 0)):
-        exists = number < needed
-        tl.store(tile_expert_ptr + before + number, expert, mask=exists)
-        tl.store(tile_start_ptr + before + number, tl.zeros((BLOCK_E,), tl.int32) + number * BLOCK_M, mask=exists)
+    GATES: tl.constexpr = INNER // BLOCK_N
+    DOWNS: tl.constexpr = HIDDEN // BLOCK_D
+    number = tl.atomic_add(progress_ptr, 1, sem="relaxed")
+    first = number < tiles * GATES
+    number = tl.where(first, number, number - tiles * GATES)
+    tile = tl.where(first, number // GATES, number // DOWNS)
+    part = tl.where(first, number % GATES, number % DOWNS)
+    expert = tl.load(table_ptr + tile)
+    live = tl.load(table_ptr + tiles + tile)
+    members = members_ptr + tl.load(table_ptr + 2 * tiles + tile, mask=expert >= 0, other=0)
+    if expert < 0:
+        return
+    ready_ptr = progress_ptr + 1 + tile
+    if first:
+        _multiply_first(
+            x_ptr, gate_up, warm_ptr, members, expert, live, part * BLOCK_N,
+            HIDDEN, INNER, TOP_K, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        # Every thread's part is written before the count says so.
+        tl.debug_barrier()
+        tl.atomic_add(ready_ptr, 1, sem="release")
+    else:
+        while tl.atomic_add(ready_ptr, 0, sem="acquire") < GATES:
+            pass
+        _multiply_second(
+            warm_ptr, down, share_ptr, parts_ptr, members, expert, live, part * BLOCK_D,
+            HIDDEN, INNER, BLOCK_M, BLOCK_D, BLOCK_K,
+        )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit
+def _multiply_first(
+    x_ptr,
+    gate_up,
+    warm_ptr,
+    members_ptr,
+    expert,
+    live,
+    column,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Swiglu of the tokens' rows."""
+    m = tl.arange(0, BLOCK_M)
+    pair = tl.load(members_ptr + m, mask=m < live, other=0)
+    token = (pair // TOP_K).to(tl.int64)
+    gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    row = expert * (2 * INNER) + column
+    for start in range(0, HIDDEN, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        w_gate = gate_up.load([row, start])
+        w_up = gate_up.load([row + INNER, start])
+        x = tl.load(x_ptr + token[None, :] * HIDDEN + k[:, None], mask=(m < live)[None, :], other=0.0)
+        gate = tl.dot(w_gate, x, gate)
+        up = tl.dot(w_up, x, up)
+    n = column + tl.arange(0, BLOCK_N)
+    place = warm_ptr + pair.to(tl.int64)[:, None] * INNER + n[None, :]
+    warm = tl.trans(gate * tl.sigmoid(gate) * up).to(warm_ptr.dtype.element_ty)
+    tl.store(place, warm, mask=(m < live)[:, None])
+
+
+@triton.jit
+def _multiply_second(
+    warm_ptr,
+    down,
+    share_ptr,
+    parts_ptr,
+    members_ptr,
+    expert,
+    live,
+    column,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The share of each pair times its product."""
+    m = tl.arange(0, BLOCK_M)
+    pair = tl.load(members_ptr + m, mask=m < live, other=0)
+    share = tl.load(share_ptr + pair, mask=m < live, other=0.0)
+    source = pair.to(tl.int64)
+    acc = tl.zeros((BLOCK_D, BLOCK_M), tl.float32)
+    row = expert * HIDDEN + column
+    for start in range(0, INNER, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        w = down.load([row, start])
+        x = tl.load(warm_ptr + source[None, :] * INNER + k[:, None], mask=(m < live)[None, :], other=0.0)
+        acc = tl.dot(w, x, acc)
+    n = column + tl.arange(0, BLOCK_D)
+    place = parts_ptr + source[:, None] * HIDDEN + n[None, :]
+    tl.store(place, tl.trans(acc * share[None, :]).to(parts_ptr.dtype.element_ty), mask=(m < live)[:, None])
+
+
+@triton.jit(do_not_specialize=["tiles"])
 def _project(
     x_ptr,
     weight_ptr,
     members_ptr,
-    counts_ptr,
-    tile_expert_ptr,
-    tile_start_ptr,
+    table_ptr,
     share_ptr,
     out_ptr,
-    tokens,
+    tiles,
     inputs,
     columns,
     TOP_K: tl.constexpr,
@@ -392,12 +583,13 @@ def _project(
 ):
     """One tile of an expert's product: swiglu of x if GATED, else the share of each pair times its product."""
     wait_for_inputs(OVERLAP)
-    expert = tl.load(tile_expert_ptr + tl.program_id(1))
+    tile = tl.program_id(1)
+    expert = tl.load(table_ptr + tile)
     if expert < 0:
         return
-    m = tl.load(tile_start_ptr + tl.program_id(1)) + tl.arange(0, BLOCK_M)
-    live = m < tl.load(counts_ptr + expert)
-    pair = tl.load(members_ptr + expert * tokens + m, mask=live, other=0)
+    m = tl.arange(0, BLOCK_M)
+    live = m < tl.load(table_ptr + tiles + tile)
+    pair = tl.load(members_ptr + tl.load(table_ptr + 2 * tiles + tile) + m, mask=live, other=0)
     # The first product reads a token's row, the second the pair's own.
     source = pair // TOP_K if GATED else pair
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

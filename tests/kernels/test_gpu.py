@@ -402,7 +402,7 @@ def test_equal_votes_open_the_experts_of_the_lowest_ids():
 @product_dtypes
 @pytest.mark.parametrize(
     "tokens, count, hidden, inner, top_k",
-    [(1, 4, 64, 32, 2), (5, 9, 100, 70, 3), (40, 3, 64, 48, 2)]
+    [(1, 4, 64, 32, 2), (5, 9, 100, 70, 3), (40, 3, 64, 48, 2), (50, 3, 128, 64, 2), (70, 2, 256, 128, 1)]
     + ([(32, 256, 2048, 512, 8), (1024, 256, 2048, 512, 8), (300, 16, 1024, 768, 2)] if ON_GPU else []),
 )
 def test_grouped_experts_agree(dtype, tokens, count, hidden, inner, top_k):
@@ -415,6 +415,37 @@ def test_grouped_experts_agree(dtype, tokens, count, hidden, inner, top_k):
     wide = experts(x.float(), ids, weights, gate_up.float(), down.float())
     # Gate, product and share are rounded one after the other.
     assert relative_error(out, wide) < 1.5 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("tokens, favourite", [(150, 2), (150, 0), (200, None)])
+def test_products_in_one_launch_agree_with_those_in_two_however_unevenly_tokens_are_spread(
+    monkeypatch, tokens, favourite
+):
+    count, hidden, inner, top_k = 4, 128, 64, 2
+    x = normal(tokens, hidden, dtype=NARROW, seed=1)
+    gate_up = normal(count, 2 * inner, hidden, dtype=NARROW, seed=2, scale=hidden**-0.5)
+    down = normal(count, hidden, inner, dtype=NARROW, seed=3, scale=inner**-0.5)
+    # Nobody asks for expert 1; a favourite has all tokens, and so several tiles.
+    ids = torch.stack((integers(2, 4, (tokens,), 4), torch.zeros(tokens, dtype=torch.int64, device=DEVICE)), 1)
+    if favourite is not None:
+        ids[:, 0], ids[:, 1] = favourite, -1
+    weights = normal(tokens, top_k, dtype=torch.float32, seed=5).sigmoid()
+    together = kernels.gpu.moe.experts(x, ids, weights, gate_up, down)
+    monkeypatch.setattr(kernels.gpu.moe, "_TOGETHER_FROM", 2**30)
+    apart = kernels.gpu.moe.experts(x, ids, weights, gate_up, down)
+    assert relative_error(together, apart) < TOLERANCE[NARROW]
+
+
+def test_what_a_token_gets_does_not_depend_on_its_neighbours():
+    count, hidden, inner = 2, 128, 64
+    x = normal(130, hidden, dtype=NARROW, seed=1)
+    gate_up = normal(count, 2 * inner, hidden, dtype=NARROW, seed=2, scale=hidden**-0.5)
+    down = normal(count, hidden, inner, dtype=NARROW, seed=3, scale=inner**-0.5)
+    ids, weights = route(normal(130, count, dtype=torch.float32, seed=4), Router(top_k=1))
+    order = torch.randperm(130, generator=torch.Generator().manual_seed(6)).to(DEVICE)
+    straight = kernels.gpu.moe.experts(x, ids, weights, gate_up, down)
+    shuffled = kernels.gpu.moe.experts(x[order], ids[order], weights[order], gate_up, down)
+    assert torch.equal(shuffled, straight[order])
 
 
 @product_dtypes
