@@ -1,9 +1,15 @@
-"""Twins of `kernels.linear`: weight streaming for few tokens, cuBLAS for many.
+"""Twins of `kernels.linear`: clusters of blocks on Hopper, weight streaming for few tokens elsewhere, cuBLAS for many.
 
-Up to some 64 tokens a product is one pass over its weights, and what counts is bytes in flight. The weights are the
-left operand, so that they fill the 64 rows of a Hopper matrix instruction and the tokens are its short side. Outputs
-too narrow to occupy the device are cut along the inputs; the last program to finish adds the parts in their order, so
-a result does not depend on who was first.
+Which is used follows from the shape and the number of tokens, by the times of `tests.bench.gpu.kernels`
+(docs/benchmarks). us on an H100, by clusters and by what was used before, 128 tokens: 20.2 and 21.2 for
+[6144, 4096], 14.1 and 15.2 for [4096, 4096], 39.1 and 40.8 for [4096, 12288]; [24576, 4096] with its gate for 128, 256,
+384 and 1,024 tokens: 70.0, 78.5, 104.4 and 276 where cuBLAS and a kernel for the gate take 82.6, 91.6, 112.0 and 301.
+Beyond 128 tokens products without a gate are cuBLAS's: 23.3 and 23.8, 27.7 and 19.5, 72.9 and 49.8 for 256.
+
+Streaming: up to some 64 tokens a product is one pass over its weights, and what counts is bytes in flight. The weights
+are the left operand, so that they fill the 64 rows of a Hopper matrix instruction and the tokens are its short side.
+Outputs too narrow to occupy the device are cut along the inputs; the last program to finish adds the parts in their
+order, so a result does not depend on who was first.
 """
 
 import functools
@@ -15,14 +21,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu import clusters
 from kernels.gpu.overlap import overlap_options, wait_for_inputs
 from kernels.gpu.swiglu import swiglu
 
-# Up to here streaming is as fast as cuBLAS or faster (docs/benchmarks): where the gate is fused or the output is wide,
+# Up to here streaming is as fast as cuBLAS or faster: where the gate is fused or the output is wide,
 # and for narrow outputs, whose programs have to share a tile.
 _MAX_TOKENS_WIDE = 64
 _MAX_TOKENS_NARROW = 32
 _WIDE_TILES = 160
+
+# Up to here clusters are faster than either; smaller weights and wider outputs without a gate were not timed.
+_MAX_TOKENS_GATED = 2048
+_MAX_TOKENS_PLAIN = 128
+_LEAST_WEIGHTS = 2**24
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +49,18 @@ class Tiling:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    tiling = _clusters(x, weight, gated=False)
+    if tiling is not None:
+        return clusters.multiply(x, weight, bias, tiling, gated=False)
     if not _streams(x, weight, gated=False):
         return F.linear(x, weight, bias)
     return stream(x, weight, bias, choose_tiling(weight.shape[0], x.shape[1], x.shape[0], gated=False), gated=False)
 
 
 def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
+    tiling = _clusters(x, weight, gated=True)
+    if tiling is not None:
+        return clusters.multiply(x, weight, None, tiling, gated=True)
     if not _streams(x, weight, gated=True):
         return swiglu(F.linear(x, weight))
     inner = weight.shape[0] // 2
@@ -53,6 +71,17 @@ def _streams(x: Tensor, weight: Tensor, *, gated: bool) -> bool:
     wide = gated or weight.shape[0] >= 64 * _WIDE_TILES
     limit = _MAX_TOKENS_WIDE if wide else _MAX_TOKENS_NARROW
     return 0 < x.shape[0] <= limit and x.dtype in (torch.bfloat16, torch.float16) and weight.is_contiguous()
+
+
+def _clusters(x: Tensor, weight: Tensor, *, gated: bool) -> clusters.Tiling | None:
+    tokens, (rows, inputs) = x.shape[0], weight.shape
+    most = _MAX_TOKENS_GATED if gated else _MAX_TOKENS_PLAIN
+    if not 0 < tokens <= most or rows * inputs < _LEAST_WEIGHTS or (not gated and rows >= 64 * _WIDE_TILES):
+        return None
+    if not clusters.able(x.device) or not clusters.fits(x, weight, gated=gated):
+        return None
+    multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    return clusters.choose(rows, inputs, tokens, multiprocessors, gated=gated)
 
 
 def choose_tiling(columns: int, inputs: int, tokens: int, *, gated: bool) -> Tiling:

@@ -12,12 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels.gpu.attention
+import kernels.gpu.linear
 import kernels.gpu.moe
 import kernels.gpu.rms_norm
 import kernels.gpu.rope
 import kernels.gpu.swiglu
 import kernels.gpu.token_stats
 from kernels.attention import AttentionPlan, RowGroup
+from kernels.gpu import clusters
 from kernels.gpu.attention import Tile, attend, choose_splits
 from kernels.gpu.linear import Tiling, stream
 from kernels.moe import Router, route, router_logits
@@ -62,12 +64,19 @@ def bench_linear(report: Report, pace: Pace) -> None:
         copies = max(2, 300_000_000 // (2 * rows * inputs))
         weights = [_normal(rows, inputs) for _ in range(copies)]
         gigabytes = 2 * rows * inputs / 1e9
-        for tokens in (8, 32, 64, 128, 256):
+        for tokens in (8, 32, 64, 128, 192, 256, 288, 384, 512, 1024):
             x = _normal(tokens, inputs)
             ms = pace([partial(_plain, x, w, gated) for w in weights])
             report("linear", name, tokens, "cublas", ms, gigabytes / ms)
+            chosen = kernels.gpu.linear.gated_linear if gated else kernels.gpu.linear.linear
+            ms = pace([partial(chosen, x, w) for w in weights])
+            report("linear", name, tokens, "as chosen", ms, gigabytes / ms)
             for tiling in _tilings(name, tokens):
                 calls = [partial(stream, x, w, None, tiling, gated=gated) for w in weights]
+                _try(report, pace, "linear", name, tokens, str(tiling), calls, gigabytes)
+            if clusters.able(x.device):
+                tiling = clusters.choose(rows, inputs, tokens, 132, gated=gated)
+                calls = [partial(clusters.multiply, x, w, None, tiling, gated=gated) for w in weights]
                 _try(report, pace, "linear", name, tokens, str(tiling), calls, gigabytes)
 
 
@@ -97,10 +106,7 @@ def _try(
 
 def _tilings(name: str, tokens: int) -> list[Tiling]:
     if tokens > 64:
-        if name == "head":
-            return []
-        wide = [Tiling(64, 64, 1, 4, 4), Tiling(128, 64, 1, 8, 4)]
-        return wide if name == "gate_up" else [Tiling(64, 64, 2, 4, 4), Tiling(128, 64, 4, 8, 4)]
+        return []
     if name == "head":
         return [Tiling(64, 128, 1, 4, 3), Tiling(128, 64, 1, 4, 4)]
     if name == "gate_up":

@@ -1,0 +1,345 @@
+// One output tile per block, y = x W^T, for Hopper: blocks of a cluster share what they read and add up what they made.
+//
+// WG      warp groups that multiply, each 64 rows of the weights and all tokens of the tile
+// TOKENS  of a tile. TOKENS_IN_CLUSTER blocks of a cluster have other tokens and the same weights,
+// ROWS_IN_CLUSTER have other weights and the same tokens, SPLITS have the same tile, each a stretch of the inputs
+// STAGES  buffers of 64 inputs
+// WIDTH   tokens that one instruction takes
+// REGISTERS  0, or how many a worker takes over from a warp group that only loads
+// GATED   1: rows come as eight of the gate and eight of what it lets through in turn; the output is silu(gate) * up
+//
+// `multiply` in front of this text: d[WIDTH / 2] += 64 x 16 of shared memory times 16 x WIDTH of shared memory.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+
+struct __align__(64) TensorMap {
+  char opaque[128];
+};
+
+constexpr int ROWS = WG * 64;
+constexpr int CLUSTER = TOKENS_IN_CLUSTER * ROWS_IN_CLUSTER * SPLITS;
+constexpr int READERS = TOKENS_IN_CLUSTER + ROWS_IN_CLUSTER - 1;
+constexpr int W_BYTES = ROWS * 128;
+constexpr int X_BYTES = TOKENS * 128;
+constexpr int STAGE_BYTES = W_BYTES + X_BYTES;
+constexpr int WORKERS = WG * 128;
+constexpr int THREADS = WORKERS + (REGISTERS ? 128 : 32);
+constexpr int SUMS = TOKENS / 2;
+constexpr int PORTION = TOKENS / SPLITS;
+constexpr int COLUMNS = GATED ? 32 : 64;  // of the output, by one warp group
+
+__device__ __forceinline__ u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
+
+__device__ __forceinline__ u32 remote_address(u32 address, u32 rank) {
+  u32 remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  return remote;
+}
+
+__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(barrier), "r"(parity) : "memory");
+}
+
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
+__device__ __forceinline__ void cluster_publish() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+
+__device__ __forceinline__ void workers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory"); }
+
+__device__ __forceinline__ void load_weights(u32 place, const TensorMap* map, u32 barrier, int input, int row, u16 mask) {
+  const u64 once = 0x12F0000000000000ull;  // evict first: the next reader of these weights is the next step
+#if GATED
+  const int eights = row / 16;
+#if TOKENS_IN_CLUSTER > 1
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
+      " [%0], [%1, {%3, %4, %4, %5}], [%2], %6, %7;" ::"r"(place), "l"(map), "r"(barrier), "r"(input), "r"(0),
+      "r"(eights), "h"(mask), "l"(once) : "memory");
+#else
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%3, %4, %4, %5}], [%2], %6;" ::"r"(place), "l"(map), "r"(barrier), "r"(input), "r"(0),
+      "r"(eights), "l"(once) : "memory");
+#endif
+#else
+#if TOKENS_IN_CLUSTER > 1
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
+      " [%0], [%1, {%3, %4}], [%2], %5, %6;" ::"r"(place), "l"(map), "r"(barrier), "r"(input), "r"(row), "h"(mask),
+      "l"(once) : "memory");
+#else
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(place), "l"(map), "r"(barrier), "r"(input), "r"(row), "l"(once)
+      : "memory");
+#endif
+#endif
+}
+
+__device__ __forceinline__ void load_tokens(u32 place, const TensorMap* map, u32 barrier, int input, int token, u16 mask) {
+  const u64 often = 0x14F0000000000000ull;  // evict last: every row of blocks reads them
+#if ROWS_IN_CLUSTER > 1
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
+      " [%0], [%1, {%3, %4}], [%2], %5, %6;" ::"r"(place), "l"(map), "r"(barrier), "r"(input), "r"(token), "h"(mask),
+      "l"(often) : "memory");
+#else
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(place), "l"(map), "r"(barrier), "r"(input), "r"(token), "l"(often)
+      : "memory");
+#endif
+}
+
+__device__ __forceinline__ void expect(u32 barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "n"(STAGE_BYTES) : "memory");
+}
+
+// A tile of rows of 128 bytes, swizzled by 128 bytes, eight rows each 1,024 bytes.
+__device__ __forceinline__ u64 describe(u32 address) {
+  return (u64)((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+}
+
+__device__ __forceinline__ u32 pack(float first, float second) {
+  u32 both;
+#if HALF
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
+#else
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
+#endif
+  return both;
+}
+
+__device__ __forceinline__ float widen(u16 narrow) {
+#if HALF
+  float wide;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(narrow));
+  return wide;
+#else
+  return __uint_as_float((u32)narrow << 16);
+#endif
+}
+
+__device__ __forceinline__ float gate(float value, float up) { return __fdividef(value, 1.0f + __expf(-value)) * up; }
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    product(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map,
+            const __grid_constant__ TensorMap out_map, const u16* bias, int columns, int token_groups, int steps) {
+  extern __shared__ char dynamic[];
+  __shared__ u64 filled[STAGES], emptied[STAGES];
+
+  const u32 base = (shared_address(dynamic) + 1023) & ~1023u;
+  const u32 full = shared_address(filled), empty = shared_address(emptied);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int rank = blockIdx.x % CLUSTER, group = blockIdx.x / CLUSTER;
+  const int ct = rank % TOKENS_IN_CLUSTER, cr = rank / TOKENS_IN_CLUSTER % ROWS_IN_CLUSTER;
+  const int cs = rank / (TOKENS_IN_CLUSTER * ROWS_IN_CLUSTER);
+  const int token = ((group % token_groups) * TOKENS_IN_CLUSTER + ct) * TOKENS;
+  const int row = ((group / token_groups) * ROWS_IN_CLUSTER + cr) * ROWS;
+  const int share = (steps + SPLITS - 1) / SPLITS;
+  const int first = cs * share, count = min(steps, first + share) - first;
+
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < STAGES; stage++) {
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full + 8 * stage));
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(empty + 8 * stage), "n"(4 * WG * READERS));
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  if (CLUSTER > 1) {
+    cluster_arrive();
+    cluster_wait();
+  }
+
+  if (warp >= WORKERS / 32) {
+#if REGISTERS
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+#endif
+    if (threadIdx.x == WORKERS) {
+      const int mine = TOKENS_IN_CLUSTER * (cr + ROWS_IN_CLUSTER * cs);
+      const u16 w_mask = ((1 << TOKENS_IN_CLUSTER) - 1) << mine;
+      u16 x_mask = 0;
+      for (int other = 0; other < ROWS_IN_CLUSTER; other++)
+        x_mask |= 1 << (ct + TOKENS_IN_CLUSTER * (other + ROWS_IN_CLUSTER * cs));
+      const u32 w_base = base + ct * (W_BYTES / TOKENS_IN_CLUSTER);
+      const u32 x_base = base + STAGES * W_BYTES + cr * (X_BYTES / ROWS_IN_CLUSTER);
+      const int w_row = row + ct * (ROWS / TOKENS_IN_CLUSTER), x_token = token + cr * (TOKENS / ROWS_IN_CLUSTER);
+      const int ahead = min(STAGES, count);
+      // Weights depend on no other kernel.
+      for (int step = 0; step < ahead; step++) {
+        expect(full + 8 * step);
+        load_weights(w_base + step * W_BYTES, &w_map, full + 8 * step, (first + step) * 64, w_row, w_mask);
+      }
+      asm volatile("griddepcontrol.wait;" ::: "memory");
+      asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+      for (int step = 0; step < ahead; step++)
+        load_tokens(x_base + step * X_BYTES, &x_map, full + 8 * step, (first + step) * 64, x_token, x_mask);
+      for (int step = ahead; step < count; step++) {
+        const int stage = step % STAGES;
+        wait(empty + 8 * stage, (step / STAGES & 1) ^ 1);
+        expect(full + 8 * stage);
+        load_weights(w_base + stage * W_BYTES, &w_map, full + 8 * stage, (first + step) * 64, w_row, w_mask);
+        load_tokens(x_base + stage * X_BYTES, &x_map, full + 8 * stage, (first + step) * 64, x_token, x_mask);
+      }
+    }
+    __syncwarp();
+    if (CLUSTER > 1) {
+      cluster_arrive();
+      cluster_wait();
+    }
+    if (SPLITS > 1) {
+      cluster_arrive();
+      cluster_wait();
+    }
+    return;
+  }
+
+#if REGISTERS
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+#endif
+  const int wg = warp / 4, place = warp % 4;
+  float d[SUMS];
+#pragma unroll
+  for (int i = 0; i < SUMS; i++) d[i] = 0.0f;
+
+  // Lane i of each warp tells one of the blocks that write into this one's buffers that the warp has read one.
+  u32 reader = empty;
+  if (CLUSTER > 1) {
+    const int other = lane - TOKENS_IN_CLUSTER < cr ? lane - TOKENS_IN_CLUSTER : lane - TOKENS_IN_CLUSTER + 1;
+    const int target = lane < TOKENS_IN_CLUSTER ? lane + TOKENS_IN_CLUSTER * (cr + ROWS_IN_CLUSTER * cs)
+                                                : ct + TOKENS_IN_CLUSTER * (other + ROWS_IN_CLUSTER * cs);
+    reader = remote_address(empty, lane < READERS ? target : rank);
+  }
+  const u64 w_tile = describe(base + wg * 8192), x_tile = describe(base + STAGES * W_BYTES);
+  int stage = 0, parity = 0, before = 0;
+  for (int step = 0; step < count; step++) {
+    wait(full + 8 * stage, parity);
+    const u64 w = w_tile + (u64)(stage * (W_BYTES / 16)), x = x_tile + (u64)(stage * (X_BYTES / 16));
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+#pragma unroll
+      for (int part = 0; part < TOKENS / WIDTH; part++)
+        multiply(d + part * (WIDTH / 2), w + 2 * k, x + 2 * k + part * WIDTH * 8);
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+    // What it has read came and went by the copy engine and the matrix units: there is nothing to publish.
+    if (step > 0 && lane < READERS)
+      asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(reader + 8 * before) : "memory");
+    before = stage;
+    if (++stage == STAGES) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+  for (int i = 0; i < SUMS; i++) asm volatile("" : "+f"(d[i])::"memory");
+
+  // No block may leave, or write into another's buffers, before all of its cluster have done with them.
+  if (CLUSTER > 1) {
+    __syncwarp();
+    cluster_arrive();
+    cluster_wait();
+  } else {
+    workers_meet();
+  }
+
+  float sum[PORTION / 2];
+  u32 staging = base;
+#if SPLITS > 1
+  constexpr int PART_BYTES = ROWS * PORTION * 4;
+#pragma unroll
+  for (int portion = 0; portion < SPLITS; portion++) {
+    if (portion == cs) continue;
+    const int target = ct + TOKENS_IN_CLUSTER * (cr + ROWS_IN_CLUSTER * portion);
+    const u32 there = remote_address(base + (cs < portion ? cs : cs - 1) * PART_BYTES + threadIdx.x * 16, target);
+#pragma unroll
+    for (int i = 0; i < PORTION / 8; i++) {
+      const float* part = d + portion * (PORTION / 2) + 4 * i;
+      asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(there + i * WORKERS * 16), "f"(part[0]),
+                   "f"(part[1]), "f"(part[2]), "f"(part[3]) : "memory");
+    }
+  }
+  cluster_publish();
+#pragma unroll
+  for (int portion = 0; portion < SPLITS; portion++)
+    if (portion == cs)
+#pragma unroll
+      for (int i = 0; i < PORTION / 2; i++) sum[i] = d[portion * (PORTION / 2) + i];
+  cluster_wait();
+  // In the order of the parts, so that each element is the same sum in whichever block it is made.
+#pragma unroll
+  for (int i = 0; i < PORTION / 8; i++) {
+    float own[4] = {sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]};
+    float total[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int part = 0; part < SPLITS; part++) {
+      float other[4];
+      const u32 here = base + (part < cs ? part : part - 1) * PART_BYTES + threadIdx.x * 16 + i * WORKERS * 16;
+      if (part == cs) {
+        for (int j = 0; j < 4; j++) other[j] = own[j];
+      } else {
+        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(other[0]), "=f"(other[1]), "=f"(other[2]), "=f"(other[3]) : "r"(here) : "memory");
+      }
+      for (int j = 0; j < 4; j++) total[j] += other[j];
+    }
+    for (int j = 0; j < 4; j++) sum[4 * i + j] = total[j];
+  }
+  staging = base + (((SPLITS - 1) * PART_BYTES + 1023) & ~1023);
+#else
+#pragma unroll
+  for (int i = 0; i < TOKENS / 2; i++) sum[i] = d[i];
+#endif
+
+  // Rows of the weights' tile turn into columns of the output: tokens x COLUMNS for each warp group, then one copy.
+  const u32 out = staging + wg * (PORTION * COLUMNS * 2);
+  const int in_eight = lane % 8, matrix = lane / 8;
+#if GATED
+#pragma unroll
+  for (int i = 0; i < PORTION / 8; i += 4) {
+    u32 values[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const float* v = sum + 4 * (i + j);
+      values[j] = pack(gate(v[0], v[2]), gate(v[1], v[3]));
+    }
+    const int t = 8 * (i + matrix) + in_eight;
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                     out + t * 64 + ((place ^ (t >> 1 & 3)) << 4)),
+                 "r"(values[0]), "r"(values[1]), "r"(values[2]), "r"(values[3]) : "memory");
+  }
+#else
+  const int column = row + wg * 64 + place * 16 + lane / 4;
+  const float upper = bias && column < columns ? widen(bias[column]) : 0.0f;
+  const float lower = bias && column + 8 < columns ? widen(bias[column + 8]) : 0.0f;
+#pragma unroll
+  for (int i = 0; i < PORTION / 8; i += 2) {
+    const float* v = sum + 4 * i;
+    const u32 values[4] = {pack(v[0] + upper, v[1] + upper), pack(v[2] + lower, v[3] + lower),
+                           pack(v[4] + upper, v[5] + upper), pack(v[6] + lower, v[7] + lower)};
+    const int t = 8 * (i + (matrix >> 1)) + in_eight;
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                     out + t * 128 + (((2 * place + (matrix & 1)) ^ (t & 7)) << 4)),
+                 "r"(values[0]), "r"(values[1]), "r"(values[2]), "r"(values[3]) : "memory");
+  }
+#endif
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  asm volatile("bar.sync %0, 128;" ::"r"(2 + wg) : "memory");
+  if (threadIdx.x % 128 == 0) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&out_map),
+                 "r"(row / 64 * COLUMNS + wg * COLUMNS), "r"(token + cs * PORTION), "r"(out) : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  }
+}
