@@ -32,6 +32,7 @@ def headers_of(request: Request) -> MutableMapping[str, str]:
 
 
 REQUEST_ID_HEADER = "x-diffleet-request"
+IGNORED_HEADER = "x-diffleet-ignored"
 
 
 def name_request(request: Request, request_id: str) -> None:

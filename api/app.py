@@ -9,7 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from api import errors
 from api.access import Caller, Guard, load_keys
-from api.admission import REQUEST_ID_HEADER
+from api.admission import IGNORED_HEADER, REQUEST_ID_HEADER
 from api.assembly import open_services
 from api.metrics import Metrics
 from api.middleware import BodyLimit, ForgivingPath, LastResort, RequestLog
@@ -56,6 +56,7 @@ ROUTERS = (
 EXPOSED_HEADERS = (
     "x-request-id",
     REQUEST_ID_HEADER,
+    IGNORED_HEADER,
     "openai-processing-ms",
     "retry-after",
     "retry-after-ms",

@@ -1,25 +1,29 @@
 """What routes ask for by type."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, cast
+from urllib.parse import quote
 
 import orjson
 from fastapi import Depends, Request
 
 from api.access import Caller
-from api.admission import caller_of
+from api.admission import IGNORED_HEADER, caller_of, headers_of
 from api.catalog import Catalog
 from api.errors import ApiError
 from api.limits import Limiter
 from api.metrics import Metrics
 from api.ports import Fleet
 from api.relay import Relay
-from api.schemas import Body, parse
+from api.schemas import Body, known_fields, parse
 from api.settings import ApiSettings
 from api.stores import Stores
 from api.webhooks.ask import WebhookDesk
 from shared.administration import Administration
+
+_MOST_NAMES = 8
+_LONGEST_NAME = 64
 
 
 @dataclass(slots=True)
@@ -52,9 +56,21 @@ def json_body(kind: type[Body]) -> Callable[[Request], Awaitable[Body]]:
 
     async def read(request: Request) -> Body:
         _check_headers(request)
-        return parse(kind, _loads(await request.body()))
+        value = _loads(await request.body())
+        body = parse(kind, value)
+        _tell_unknown(request, [name for name in cast(dict[str, object], value) if name not in known])
+        return body
 
+    known = known_fields(kind)
     return read
+
+
+def _tell_unknown(request: Request, names: Sequence[str]) -> None:
+    """Name the fields that nothing here knows in a header of the answer: whoever misspells one can see it."""
+    if names:
+        told = [quote(name[:_LONGEST_NAME], safe="") for name in names[:_MOST_NAMES]]
+        more = [f"and {len(names) - _MOST_NAMES} more"] if len(names) > _MOST_NAMES else []
+        headers_of(request)[IGNORED_HEADER] = ", ".join([*told, *more])
 
 
 def _loads(body: bytes) -> object:

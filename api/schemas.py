@@ -586,6 +586,12 @@ def parse(kind: type[Body], value: object) -> Body:
         raise of_validation(error, fields) from None
 
 
+def known_fields(kind: type[BaseModel]) -> frozenset[str]:
+    """Return the names in a body that have an effect, or whose effect is refused where it is asked for."""
+    effects: frozenset[str] = getattr(kind, "refuses", frozenset())
+    return frozenset(kind.model_fields) | REFUSED.keys() | effects
+
+
 def _asks_nothing(value: object, harmless: tuple[object, ...]) -> bool:
     # `True == 1` in Python, and not in JSON.
     return value is None or any(

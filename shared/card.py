@@ -1,14 +1,15 @@
 """The model card: what a front must know of a model to validate, count and template, without the model itself.
 
 A worker writes it to Redis at start (see `shared.keys.card`); it outlives the worker, so that a pool scaled to zero
-still accepts work. On the wire it is one hash: `v`, `digest`, `meta` (JSON) and `file:<name>` (gzip) for each file.
+still accepts work. On the wire it is one hash: `v`, `digest`, `meta` (JSON), `file:<name>` (gzip) for each file, and
+`created`, which the script that writes it adds.
 """
 
 import gzip
 import hashlib
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import orjson
@@ -55,6 +56,8 @@ class ModelCard:
     """Numbers in an embedding; 0: the model has none."""
     block_lengths: tuple[int, ...] = ()
     """Those of which a worker takes one, by its load, where a request names none; empty: always `block_length`."""
+    created: int = field(default=0, compare=False)
+    """When it was first written to Redis, in seconds since 1970; 0: it has not been. No part of the digest."""
 
     def __post_init__(self) -> None:
         if not self.digest:
@@ -78,14 +81,15 @@ def unpack(fields: Mapping[str, bytes] | Mapping[bytes, bytes]) -> ModelCard:
         files = {
             key.removeprefix(_FILE): gzip.decompress(value) for key, value in named.items() if key.startswith(_FILE)
         }
+        created = int(named.get("created", b"0"))
     except KeyError as error:
         raise InvalidCard(f"the model card lacks {error}") from error
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         raise InvalidCard(f"model card: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, ValueError) as error:
         raise InvalidCard(f"the model card is damaged: {error}") from error
-    return ModelCard(**meta.model_dump(), files=files, digest=digest)
+    return ModelCard(**meta.model_dump(), files=files, digest=digest, created=created)
 
 
 class _Meta(BaseModel):

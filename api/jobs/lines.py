@@ -15,9 +15,11 @@ from api.deps import Services
 from api.errors import ApiError, internal, invalid, of_exception
 from api.relay import Terms
 from api.requests import Call
+from api.responses.schemas import ResponseBody
 from api.routes.chat import answer_chat, plan_chat
 from api.routes.completions import answer_completion, plan_completion
 from api.routes.embeddings import MOST_INPUTS, EmbeddingsBody, answer_embeddings, plan_embeddings
+from api.routes.responses import answer_response, plan_lone_response
 from api.schemas import ChatBody, CompletionBody, parse
 from api.trace import trace_context
 from shared.client import FleetUnavailable, QueueFull
@@ -156,6 +158,10 @@ async def _run(services: Services, endpoint: str, line: Line, call: Call, expire
             completion = await plan_completion(parse(CompletionBody, line.body), services.catalog, call)
             bundle = await _open(services, completion.commands, completion.model, expires_at)
             return await answer_completion(completion, bundle)
+        case "/v1/responses":
+            response = await plan_lone_response(parse(ResponseBody, line.body), services.catalog, call)
+            bundle = await _open(services, [response.command], response.model, expires_at)
+            return await answer_response(response, bundle.follows[0])
         case "/v1/embeddings":
             vectors = await plan_embeddings(parse(EmbeddingsBody, line.body), services.catalog, call)
 

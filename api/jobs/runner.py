@@ -179,6 +179,9 @@ def _usage(outcomes: Sequence[Mapping[str, object]]) -> dict[str, int]:
             case {"response": {"body": {"usage": {"prompt_tokens": int(given), "completion_tokens": int(made)}}}}:
                 total["input_tokens"] += given
                 total["output_tokens"] += made
+            case {"response": {"body": {"usage": {"input_tokens": int(given), "output_tokens": int(made)}}}}:
+                total["input_tokens"] += given
+                total["output_tokens"] += made
             case {"response": {"body": {"usage": {"prompt_tokens": int(given)}}}}:
                 # An embedding.
                 total["input_tokens"] += given

@@ -48,6 +48,7 @@ def _check_input(value: object) -> object:
 class ResponseBody(GenerationBody):
     model_config = ConfigDict(frozen=True, strict=True, extra="allow")
     delivers: ClassVar[frozenset[str]] = GUIDED | {"tools", "tool_choice", "top_logprobs"}
+    refuses: ClassVar[frozenset[str]] = frozenset(_EFFECTS)
 
     input: Annotated[
         Any,

@@ -19,7 +19,7 @@ from api.schemas import StrictBody, WebhookBody
 
 router = APIRouter(tags=["openai"])
 
-BatchEndpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
+BatchEndpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
 
 
 class Expiry(BaseModel):

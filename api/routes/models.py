@@ -50,8 +50,7 @@ def _entry(card: ModelCard) -> dict[str, object]:
     return {
         "id": card.name,
         "object": "model",
-        # Cards carry no date; OpenAI's clients only want an integer.
-        "created": 0,
+        "created": card.created,
         "owned_by": "diffleet",
         "family": card.family,
         "max_model_len": card.max_model_len,

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, assert_never
 
 from fastapi import APIRouter, Depends, Query, Request
@@ -12,14 +12,14 @@ from starlette.responses import Response
 from api.access import Caller
 from api.admission import admit, call_of
 from api.answers import json_response
-from api.catalog import ServedModel
+from api.catalog import Catalog, ServedModel
 from api.deps import CallerDep, Services, ServicesDep, json_body
 from api.errors import ApiError, invalid
 from api.frames import Frames
 from api.openapi import ERROR_RESPONSES, STREAM_RESPONSES, request_body
 from api.paging import Order, page
 from api.relay import Follow, Subject, Terms
-from api.requests import to_generate
+from api.requests import Call, to_generate
 from api.responses.items import as_items, to_messages
 from api.responses.output import Output
 from api.responses.schemas import ResponseBody, check_effects
@@ -42,6 +42,35 @@ _CANCEL_WAIT_S = 5.0
 _CANCEL_POLL_S = 0.05
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a body asks for."""
+
+    record: Record
+    command: Generate
+    model: ServedModel
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """That of the model, if log-probabilities are told."""
+        return self.model.tokenizer if self.record.logprobs else None
+
+
+async def plan_lone_response(body: ResponseBody, catalog: Catalog, call: Call) -> Plan:
+    """Check a body that stands for itself: nothing is stored, so nothing that needs a store may be asked for.
+
+    Raises `ApiError`.
+    """
+    for name in ("background", "store", "previous_response_id"):
+        if getattr(body, name):
+            raise invalid(name, f"{name} must not be set in a batch, which stores no responses")
+    check_effects(body)
+    body = body.model_copy(update={"store": False})
+    plan = await _plan(body, await catalog.resolve(body.model, body.lora), to_messages(body.input), call)
+    # The same every time, as the request's.
+    return replace(plan, record=replace(plan.record, id=f"resp_{plan.command.id.rpartition('_')[2].lower()}"))
+
+
 @router.post("/v1/responses", openapi_extra=request_body(ResponseBody), responses=STREAM_RESPONSES)
 async def create(
     body: Annotated[ResponseBody, Depends(json_body(ResponseBody))],
@@ -53,18 +82,14 @@ async def create(
     note(stream=bool(body.stream), background=bool(body.background))
     check_effects(body)
     model = await services.catalog.resolve(body.model, body.lora)
-    messages = await _conversation(body, services, caller)
-    prompt = await _prompt(body, model, messages)
     call = call_of(request, services.settings)
-    offer = choose(body.tools, body.tool_choice, parallel=body.parallel_tool_calls is not False, nested=False)
-    constraint = await constraint_of(body, model.card, body.text, offer)
-    commands = to_generate(body, [prompt], model, "input", call, constraint)
-    (command,) = commands
-    record = _record(body, command, messages)
+    plan = await _plan(body, model, await _conversation(body, services, caller), call)
+    record, command = plan.record, plan.command
     if command.webhook is not None:
         named = command.webhook.model_copy(update={"kind": "response", "name": record.id})
         command = command.model_copy(update={"webhook": named})
-    (terms,) = await admit(request, call, services.limiter, commands, model.card.block_length, keep=record.background)
+    block = model.card.block_length
+    (terms,) = await admit(request, call, services.limiter, [plan.command], block, keep=record.background)
     follow = services.relay.submit(command, request.receive, _retained(terms, services) if body.stored else terms)
     try:
         await follow.wait_for_admission()
@@ -77,10 +102,9 @@ async def create(
     except BaseException:
         await follow.aclose()
         raise
-    tokenizer = model.tokenizer if record.logprobs else None
     if body.stream:
-        return _stream(record, follow, tokenizer, model if record.canvas else None, after=-1)
-    return json_response(await _answer(record, follow, output_of(record, tokenizer)))
+        return _stream(record, follow, plan.tokenizer, model if record.canvas else None, after=-1)
+    return json_response(await answer_response(plan, follow))
 
 
 @router.post("/v1/responses/input_tokens", openapi_extra=request_body(ResponseBody), responses=ERROR_RESPONSES)
@@ -155,6 +179,14 @@ async def input_items(
     """List what a response was asked."""
     record = await _find(services, caller, response_id)
     return json_response(page(as_items(record.items, record.id), after, limit, order))
+
+
+async def _plan(body: ResponseBody, model: ServedModel, messages: list[dict[str, Any]], call: Call) -> Plan:
+    prompt = await _prompt(body, model, messages)
+    offer = choose(body.tools, body.tool_choice, parallel=body.parallel_tool_calls is not False, nested=False)
+    constraint = await constraint_of(body, model.card, body.text, offer)
+    (command,) = to_generate(body, [prompt], model, "input", call, constraint)
+    return Plan(_record(body, command, messages), command, model)
 
 
 async def _prompt(body: ResponseBody, model: ServedModel, messages: list[dict[str, Any]]) -> list[int]:
@@ -254,7 +286,9 @@ def _read(output: Output, result: Result) -> None:
             pass
 
 
-async def _answer(record: Record, follow: Follow, output: Output) -> dict[str, Any]:
+async def answer_response(plan: Plan, follow: Follow) -> dict[str, Any]:
+    """Read to the end, and return the whole response; raises as `Follow`."""
+    record, output = plan.record, output_of(plan.record, plan.tokenizer)
     end: Finished | None = None
     try:
         async for event in follow:

@@ -188,3 +188,18 @@ async def test_requests_are_counted_as_waiting_until_a_worker_begins(fleet: Scri
 
 def begun(request_id: str) -> Started:
     return Started(request_id, 1, "w1")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_names_the_fields_that_nothing_here_knows(caller: Caller, stream: bool) -> None:
+    body = {"prompt": "x", "stream": stream, "tools": None, "n": None, "diffusion": {"threshold": 0.5}}
+    assert "x-diffleet-ignored" not in (await caller.post("/generate", body)).headers
+    told = await caller.post("/generate", body | {"treshold": 0.5, "n\u00e4me\n": 1})
+    assert (told.status, told.headers["x-diffleet-ignored"]) == (200, "treshold, n%C3%A4me%0A")
+    many = await caller.post("/generate", body | {f"f{number}": 1 for number in range(11)})
+    assert many.headers["x-diffleet-ignored"].endswith("f7, and 3 more")
+
+
+async def test_a_field_whose_effect_is_refused_where_it_is_asked_for_is_not_unknown(caller: Caller) -> None:
+    answer = await caller.post("/v1/responses", {"input": "x", "store": False, "truncation": "disabled", "verbosity": "low"})
+    assert (answer.status, answer.headers["x-diffleet-ignored"]) == (200, "verbosity")

@@ -139,6 +139,35 @@ def test_c35_a_batch_of_embeddings_has_the_vectors_of_single_calls(client: OpenA
     assert usage["input_tokens"] == sum(body["usage"]["prompt_tokens"] for body in good) > 0
 
 
+def test_c35_a_batch_of_responses_says_what_single_calls_say(client: OpenAI) -> None:
+    given: list[Any] = [{"input": "What is 1 + 2?"}, {"input": [{"role": "user", "content": "What is 12 + 30?"}]}]
+    given += [{"input": "x", "background": True}, {"input": "x", "previous_response_id": "resp_1"}]
+    rows = [
+        {
+            "custom_id": str(number),
+            "method": "POST",
+            "url": "/v1/responses",
+            "body": {"model": MODEL, "max_output_tokens": 12, "temperature": 0} | body,
+        }
+        for number, body in enumerate(given)
+    ]
+    ended = end_of(client, submit(client, rows, "/v1/responses"))
+    assert ended.status == "completed"
+    good = [row["response"]["body"] for row in rows_of(client, ended.output_file_id)]
+    assert [body["object"] for body in good] == ["response", "response"]
+    for body, asked in zip(good, given, strict=False):
+        single = client.responses.create(model=MODEL, max_output_tokens=12, temperature=0, **asked)
+        assert body["output"][0]["content"][0]["text"] == single.output_text != ""
+        assert body["status"] == single.status and body["store"] is False
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(body["id"])
+    bad = [row["response"]["body"]["error"]["param"] for row in rows_of(client, ended.error_file_id)]
+    assert bad == ["background", "previous_response_id"]
+    usage: Any = ended.to_dict()["usage"]
+    assert usage["input_tokens"] == sum(body["usage"]["input_tokens"] for body in good) > 0
+    assert usage["output_tokens"] == sum(body["usage"]["output_tokens"] for body in good) > 0
+
+
 def test_c35_a_file_that_is_no_batch_fails_with_the_lines_at_fault(client: OpenAI) -> None:
     rows = [line("a"), b"{nonsense", line("a"), line("b") | {"url": "/v1/other"}, {"custom_id": "c", "method": "POST"}]
     ended = end_of(client, submit(client, rows))

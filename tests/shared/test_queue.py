@@ -618,6 +618,19 @@ async def test_a_card_is_written_once_and_read_by_its_digest(
     assert not fleet_redis.hexists(names.card(MODEL), "stale")
 
 
+async def test_a_card_knows_since_when_it_is_there(
+    fleet: FleetClient, queue: WorkerQueue, new_queue: NewQueue, fleet_redis: Any
+) -> None:
+    before = fleet_redis.time()[0]
+    created = (await fleet.card(MODEL)).created
+    assert before - 60 < created <= fleet_redis.time()[0]
+    fleet_redis.hset(names.card(MODEL), "created", 5)
+    await new_queue("w2").publish_card(card_of())
+    assert fleet_redis.hget(names.card(MODEL), "created") == b"5"
+    await queue.publish_card(card_of(digest="other"))
+    assert int(fleet_redis.hget(names.card(MODEL), "created")) >= created
+
+
 async def test_live_workers_are_listed_with_what_they_say(
     fleet: FleetClient, queue: WorkerQueue, new_heart: Any, fleet_redis: Any
 ) -> None:
