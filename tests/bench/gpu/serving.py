@@ -32,6 +32,7 @@ from tests.bench.gpu.shapes import SHAPES, Shape, random_model, store_in_blocks
 from tests.bench.gpu.soak import STEPS_OF_AN_HOUR, Traffic, soak
 from tests.worker.texts import NoText
 from worker.ahead import AheadRunner, bucket_sizes, make_graphs
+from worker.device import free_memory
 from worker.engine.engine import Engine
 from worker.engine.plan import Plan
 from worker.engine.ports import Arrival, Decision, Inbox
@@ -221,10 +222,10 @@ def bench_memory(model: LoadedModel, report: Report, rows: int) -> None:
     runner = Runner(model, rows * 8, PAGE, device)
     graphs = make_graphs(runner, rows)
     leader = AheadRunner(runner, graphs, bucket_sizes(rows))
-    free = torch.cuda.mem_get_info(device)[0]
+    free = free_memory(device) or 0
     leader.capture(lambda done, of: None)
     graphs.tidy()
-    taken = free - torch.cuda.mem_get_info(device)[0] + graphs.kept_bytes
+    taken = free - (free_memory(device) or 0) + graphs.kept_bytes
     told = {f"{name}_gb": size / 1e9 for name, size in asdict(needs).items()}
     report({"bench": "memory", "rows": rows, **told, "captures": len(leader.captures()), "steps_took_gb": taken / 1e9})
 
