@@ -5,7 +5,8 @@ the rows on, and copies its answer to pinned memory behind itself. So a step can
 still runs, and the host reads every answer one step late.
 
 A step has two graphs, one behind the other: the layers, by the number of slots for finished blocks, and the head with
-what follows, by the room for masked positions. So any number of the one goes with any of the other.
+what follows, by the room for masked positions. So any number of the one goes with any of the other. What the last layer
+does to each position by itself, behind its attention, is done with the head, where only masked positions have to be.
 """
 
 from collections.abc import Callable
@@ -24,10 +25,13 @@ from kernels.lora import assign
 from kernels.token_stats import Noise
 from worker.adapters.bank import AdapterBank
 from worker.models import LoadedModel
-from worker.models.layers import ForwardContext, LowRank, Pages
+from worker.models.layers import Decoder, ForwardContext, LowRank, Pages
 from worker.parallel.proposing import propose, share_of
 
 Captured = TypeVar("Captured")
+
+_WHOLE = 256
+"""Positions up to which the layers do all of the last one: less of it would not be faster, as it reads its weights."""
 
 _KEPT_ANSWERS = 4
 """Answers that may be waiting to be read; a step's own is overwritten that many steps later."""
@@ -84,8 +88,14 @@ class StepGraphs:
         self._written = [torch.cuda.Event() if self._on_gpu else None for _ in range(_KEPT_ANSWERS)]
         self._launched = 0
         # What the layers hand to the head.
-        hidden = (max_rows * layout.block, model.spec.hidden_size)
-        self._hidden = torch.zeros(hidden, dtype=model.dtype, device=device)
+        positions = max_rows * layout.block
+        self._hidden = torch.zeros((positions, model.spec.hidden_size), dtype=model.dtype, device=device)
+        self._gathered: Tensor | None = None
+        """Where it is kept, `_hidden` is the residual stream beside it; see `Decoder.begin`."""
+        if isinstance(model.module, Decoder) and bank is None and positions > _WHOLE:
+            *_, last = model.module.layers
+            gathered = (positions, last.attention.out.weight.shape[1])
+            self._gathered = torch.zeros(gathered, dtype=model.dtype, device=device)
         self._decides = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._plain = torch.ones(max_rows * layout.block, device=device)
         self._layers: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
@@ -97,7 +107,7 @@ class StepGraphs:
     @property
     def kept_bytes(self) -> int:
         """What it holds on the device beside what its steps allocate."""
-        return self.state.nbytes + self._hidden.nbytes
+        return self.state.nbytes + self._hidden.nbytes + (0 if self._gathered is None else self._gathered.nbytes)
 
     def capture(self, rows: int, slots: int, adapted: bool = False) -> None:
         """Capture the layers of a step, with adapters or without; the largest first, so that the smaller ones find its
@@ -203,8 +213,14 @@ class StepGraphs:
         query = kernels.canvas_query(self.state[:rows], self.layout, slots)
         lora = self._lora(query) if adapted else None
         context = ForwardContext(self._plan(rows, slots, query), query.positions, self._kv, lora=lora)
-        hidden = self._model.module.forward(query.token_ids, context)
-        torch.index_select(hidden, 0, query.own, out=self._hidden[: rows * self.layout.block])
+        positions, module = rows * self.layout.block, self._model.module
+        if self._gathered is not None and positions > _WHOLE:
+            assert isinstance(module, Decoder)
+            gathered, hidden = module.begin(query.token_ids, context)
+            torch.index_select(gathered, 0, query.own, out=self._gathered[:positions])
+        else:
+            hidden = module.forward(query.token_ids, context)
+        torch.index_select(hidden, 0, query.own, out=self._hidden[:positions])
         self._decides[:rows].copy_(query.decides)
 
     def _lora(self, query: Query) -> LowRank:
@@ -223,7 +239,7 @@ class StepGraphs:
         drawn, seed, position, step = wanted.draws.unbind()
         found = propose(
             self._model.module,
-            self._hidden.index_select(0, wanted.sources),
+            self._finish(rows, wanted.sources),
             wanted.temperature,
             self._barred,
             noise=Noise(None, seed, position, step, drawn != 0),
@@ -240,6 +256,14 @@ class StepGraphs:
             self._filler_ids,
             self._model.spec.mask_token_id,
         )
+
+    def _finish(self, rows: int, sources: Tensor) -> Tensor:
+        """Return the hidden states of some of the rows' positions, [sources, hidden]."""
+        positions, module = rows * self.layout.block, self._model.module
+        if self._gathered is None or positions <= _WHOLE:
+            return self._hidden.index_select(0, sources)
+        assert isinstance(module, Decoder)
+        return module.finish(self._gathered[:positions], self._hidden[:positions], None, sources)
 
     def _plan(self, rows: int, slots: int, query: Query) -> AttentionPlan:
         layout = self.layout

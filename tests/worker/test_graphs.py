@@ -119,6 +119,13 @@ def _decode_together(
     raise AssertionError(f"not finished: {text}")
 
 
+@pytest.fixture(params=[False, True], ids=["last layer whole", "last layer with the head"])
+def last_layer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param:
+        monkeypatch.setattr("worker.graphs._WHOLE", 0)
+
+
+@pytest.mark.usefixtures("last_layer")
 @pytest.mark.parametrize("slots", [0, 1, 5])
 @pytest.mark.parametrize("room", [BLOCK, 2 * BLOCK + 1, 5 * BLOCK])
 @pytest.mark.parametrize("late", [True, False])
@@ -147,6 +154,7 @@ def _resting(model: LoadedModel, rows: int) -> StepGraphs:
     return graphs
 
 
+@pytest.mark.usefixtures("last_layer")
 @pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("slots", [0, 2, 5])

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.attention import plan_attention
@@ -14,6 +16,11 @@ from shared.decoding import LowConfidenceDynamic, Threshold
 from tests.worker.tiny_checkpoints import TINY, tiny_weights, write_checkpoint, write_tokenizer
 from worker.models import FAMILIES, LoadedModel, ModelError, load_model
 from worker.models.layers import ForwardContext
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load_model(write_checkpoint(tmp_path_factory.mktemp("model")))
 
 
 @torch.inference_mode()
@@ -24,6 +31,23 @@ def logits_of(model: LoadedModel, token_ids: list[int], ends: list[int]) -> Tens
     kv = torch.zeros(2, spec.num_layers, 1, length, spec.num_kv_heads, spec.head_dim, dtype=model.dtype)
     context = ForwardContext(plan, torch.arange(length), tuple(zip(*kv, strict=True)))
     return model.module.logits(model.module.forward(torch.tensor(token_ids), context))
+
+
+@given(wanted=st.lists(st.integers(0, 10), max_size=14))
+@torch.inference_mode()
+def test_what_is_wanted_is_what_all_would_have_been_and_every_key_is_written(
+    wanted: list[int], loaded: LoadedModel
+) -> None:
+    token_ids, ends = torch.arange(20, 31), [(i // 4 + 1) * 4 if i < 8 else 11 for i in range(11)]
+    plan = plan_attention([0], [ends], [[0]], 11, device=loaded.device, dtype=loaded.dtype)
+    spec, found = loaded.spec, []
+    for rows in (torch.tensor(wanted, dtype=torch.int64), None):
+        kv = torch.zeros(2, spec.num_layers, 1, 11, spec.num_kv_heads, spec.head_dim)
+        context = ForwardContext(plan, torch.arange(11), tuple(zip(*kv, strict=True)))
+        found.append((loaded.module.forward(token_ids, context, rows), kv))
+    (some, some_kv), (every, every_kv) = found
+    torch.testing.assert_close(some, every[wanted], rtol=1e-5, atol=1e-5)
+    assert torch.equal(some_kv, every_kv)
 
 
 def transformers_logits(folder: Path, token_ids: list[int], ends: list[int]) -> Tensor:

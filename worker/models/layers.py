@@ -281,6 +281,10 @@ class Attention(nn.Module):
         )
 
     def forward(self, x: Tensor | Quantized, rotation: Rotation, context: ForwardContext) -> Tensor:
+        return self.out.forward(self.gather(x, rotation, context), context)
+
+    def gather(self, x: Tensor | Quantized, rotation: Rotation, context: ForwardContext) -> Tensor:
+        """Write keys and values; return what the heads have gathered, [tokens, heads * head_dim]."""
         heads, kv_heads = self.shape.num_heads, self.shape.num_kv_heads
         projected = self.qkv.forward(x, context) if isinstance(x, Tensor) else self.qkv.product(x, rotation.cos.dtype)
         tokens = projected.shape[0]
@@ -292,7 +296,7 @@ class Attention(nn.Module):
         if rotation.query is not None:
             q = q * rotation.query
         mixed = kernels.attention(q, k_pages, v_pages, context.attention, self.scale, scales)
-        return self.out.forward(mixed.reshape(tokens, -1), context)
+        return mixed.reshape(tokens, -1)
 
 
 class GatedMLP(nn.Module):
@@ -370,12 +374,23 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None, rotation: Rotation, context: ForwardContext
     ) -> tuple[Tensor, Tensor]:
+        return self.mix(*self.gather(x, residual, rotation, context), context)
+
+    def gather(
+        self, x: Tensor, residual: Tensor | None, rotation: Rotation, context: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        """Return what attention has gathered for each token, and the residual stream: all that the tokens have to do
+        with each other."""
         qkv = self.attention.qkv
         if qkv.takes_quantized(context):
             normed, residual = self.attention_norm.quantized(x, residual, qkv)
         else:
             normed, residual = self.attention_norm.forward(x, residual)
-        attended = self._whole(self.attention.forward(normed, rotation, context))
+        return self.attention.gather(normed, rotation, context), residual
+
+    def mix(self, gathered: Tensor, residual: Tensor, context: ForwardContext | None) -> tuple[Tensor, Tensor]:
+        """Return the rest of the layer: what a token does by itself."""
+        attended = self._whole(self.attention.out.forward(gathered, context))
         if isinstance(self.mlp, GatedMLP) and self.mlp.gate_up.takes_quantized(context):
             small, residual = self.mlp_norm.quantized(attended, residual, self.mlp.gate_up)
             return self._whole(self.mlp.quantized(small, attended.dtype)), residual
@@ -416,17 +431,42 @@ class Decoder(nn.Module):
 
     def forward(self, token_ids: Tensor, context: ForwardContext, wanted: Tensor | None = None) -> Tensor:
         """Write the keys and values of token_ids [tokens]; return hidden states [wanted or tokens, hidden]."""
+        return self.finish(*self.begin(token_ids, context), context, wanted)
+
+    def begin(self, token_ids: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
+        """Do all in which token_ids [tokens] have to do with each other; keys and values are written.
+
+        Returns what the last layer's attention has gathered, [tokens, heads * head_dim], and the residual stream,
+        [tokens, hidden].
+        """
         if self.share is None:
             x = F.embedding(token_ids, self.embedding)
         else:
             x = self.share.embed(token_ids, self.embedding)
         rotation = self.rotary.forward(context.positions)
         residual = None
-        for layer in self.layers:
+        *layers, last = self.layers
+        for layer in layers:
             x, residual = layer.forward(x, residual, rotation, context)
-        if wanted is not None:
-            x = x.index_select(0, wanted)
-            residual = residual.index_select(0, wanted) if residual is not None else None
+        return last.gather(x, residual, rotation, context)
+
+    def finish(
+        self, gathered: Tensor, residual: Tensor, context: ForwardContext | None, wanted: Tensor | None = None
+    ) -> Tensor:
+        """Return the hidden states [wanted or tokens, hidden] of what `begin` has returned.
+
+        The rest of the last layer is done for `wanted` only: for a chunk of a prompt, of which nothing is, not at all.
+        """
+        if wanted is not None and not len(wanted):
+            return residual[:0]
+        adapted = context is not None and context.lora is not None
+        if wanted is not None and not adapted:
+            gathered, residual = gathered.index_select(0, wanted), residual.index_select(0, wanted)
+        *_, last = self.layers
+        x, residual = last.mix(gathered, residual, context)
+        if wanted is not None and adapted:
+            # Adapters are assigned to all tokens, in an order of their own.
+            x, residual = x.index_select(0, wanted), residual.index_select(0, wanted)
         return self.norm.forward(x, residual)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
