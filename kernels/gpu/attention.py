@@ -19,6 +19,7 @@ from kernels.gpu.overlap import overlap_options, wait_for_inputs
 
 _LOG2_E = 1.4426950408889634
 _MAX_SPLITS = 16
+_LEAST = tl.constexpr(-3.0e38)
 _LONG = 1024
 """Packed rows from which up a row is a prompt's."""
 
@@ -34,6 +35,8 @@ class Tile:
     ahead: bool = False
     """Read page numbers a round ahead, so that keys and values have their addresses when it is time to ask for them:
     three buffers then fill while one is used, instead of one."""
+    registers: int | None = None
+    """Most of a thread, where that lets two programs share a multiprocessor."""
 
 
 def attention(
@@ -48,6 +51,8 @@ def attention(
         raise ValueError(f"queries {list(q.shape)} do not go with pages {list(k_pages.shape)}")
     if not (k_pages.is_contiguous() and v_pages.is_contiguous()):
         raise ValueError("pages must be contiguous")
+    if scale <= 0:
+        raise ValueError(f"scale {scale} is not positive")
     if q.stride(-1) != 1:
         q = q.contiguous()
     out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
@@ -57,7 +62,8 @@ def attention(
         return out
 
     packed = longest * (heads // kv_heads)
-    tile = choose_tile(packed, head_dim, q.element_size())
+    element = q.element_size()
+    tile = choose_tile(packed, rows * kv_heads, head_dim, element, _multiprocessors(q.device), small=scales is not None)
     programs = rows * triton.cdiv(packed, tile.block_m) * kv_heads
     splits = choose_splits(programs, triton.cdiv(width * page_size, tile.block_n), q.device)
     return attend(q, k_pages, v_pages, plan, scale, longest, tile, splits, out, scales)
@@ -87,7 +93,8 @@ def attend(
         parts = torch.empty((splits, tokens, heads, head_dim), dtype=torch.float32, device=q.device)
         stats = torch.empty((2, splits, tokens, heads), dtype=torch.float32, device=q.device)
     options = overlap_options(q.device)
-    _attend[(rows * tiles, kv_heads, splits)](
+    programs = rows * tiles * kv_heads
+    _attend[(programs * splits,)](
         q,
         k_pages,
         v_pages,
@@ -105,6 +112,7 @@ def attend(
         plan.page_table.stride(0),
         tiles,
         k_pages.shape[0] * page_size * kv_heads,
+        programs,
         HEADS=heads,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
@@ -118,6 +126,7 @@ def attend(
         SMALL=scales is not None,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        maxnreg=tile.registers,
         **options,
     )
     if splits > 1:
@@ -136,8 +145,11 @@ def attend(
     return out
 
 
-def choose_tile(packed: int, head_dim: int, element_size: int) -> Tile:
-    """Return a tile by what fits 227 KiB of shared memory."""
+def choose_tile(
+    packed: int, pairs: int, head_dim: int, element_size: int, multiprocessors: int, *, small: bool = False
+) -> Tile:
+    """Return a tile by what fits 227 KiB of shared memory. `pairs` are rows times KV heads; `small`: keys and values
+    have 8 bits."""
     block_m = 16 if packed <= 16 else 64
     if element_size > 2:
         # float32 is for comparisons; its products do not run on the matrix units.
@@ -146,8 +158,13 @@ def choose_tile(packed: int, head_dim: int, element_size: int) -> Tile:
         return Tile(block_m, 32, 4, 2)
     if block_m == 16:
         return Tile(16, 64, 2, 4)
-    # Measured (docs/benchmarks): two programs of 64 rows hide each other's softmax, prompts are long enough for 128.
-    return Tile(128, 64, 8, 3, True) if packed >= _LONG else Tile(64, 64, 4, 3, True)
+    # Measured (docs/benchmarks). Two programs share a multiprocessor, so that one multiplies while the other weighs.
+    # Where there are enough of twice the rows, keys and values come out of the second-level cache half as often.
+    if not small and packed >= _LONG:
+        return Tile(128, 64, 8, 2, True, 128)
+    if not small and packed % 128 == 0 and pairs * (packed // 128) > multiprocessors:
+        return Tile(128, 32, 8, 3, True, 128)
+    return Tile(64, 64, 4, 3, True)
 
 
 def choose_splits(programs: int, context_tiles: int, device: torch.device) -> int:
@@ -165,7 +182,7 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
 
 
-@triton.jit(do_not_specialize=["tokens", "tiles", "table_stride"])
+@triton.jit(do_not_specialize=["tokens", "tiles", "table_stride", "programs"])
 def _attend(
     q_ptr,
     k_ptr,
@@ -184,6 +201,7 @@ def _attend(
     table_stride,
     tiles,
     value_scales,
+    programs,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -198,11 +216,13 @@ def _attend(
     OVERLAP: tl.constexpr,
 ):
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    row = tl.program_id(0) // tiles
+    # Heads first: the programs that run together then read whole pages. Splits last: those of a tile end together.
+    split = tl.program_id(0) // programs
+    number = tl.program_id(0) % programs
+    kv_head = number % KV_HEADS
+    row = number // KV_HEADS // tiles
     # The last tile of a row sees most: it starts first.
-    tile = tiles - 1 - tl.program_id(0) % tiles
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
+    tile = tiles - 1 - number // KV_HEADS % tiles
     wait_for_inputs(OVERLAP)
     first = tl.load(offsets_ptr + row)
     behind = tl.load(offsets_ptr + row + 1)
@@ -215,43 +235,44 @@ def _attend(
     live = token < behind
     ends = tl.load(ends_ptr + token, mask=live, other=0)
     top = tl.max(ends, 0)
-    low = tl.min(tl.where(live, ends, top), 0)
     share = tl.cdiv(tl.cdiv(top, BLOCK_N), SPLITS) * BLOCK_N
     begin = tl.minimum(split * share, top)
     stop = tl.minimum(begin + share, top)
-    # Up to here every query of the tile sees every key.
-    clear = tl.minimum(tl.maximum(low // BLOCK_N * BLOCK_N, begin), stop)
 
     d = tl.arange(0, BLOCK_D)
+    lane = tl.arange(0, BLOCK_N)
     q_place = token.to(tl.int64)[:, None] * token_stride + head[:, None] * head_stride + d[None, :]
     q = tl.load(q_ptr + q_place, mask=live[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
-    pages = table_ptr + row * table_stride
-    best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    table = table_ptr + row * table_stride
+    # Finite, so that a query that has seen nothing yet has a maximum to subtract.
+    best = tl.full((BLOCK_M,), _LEAST, tl.float32)
     mass = tl.zeros((BLOCK_M,), tl.float32)
     mixed = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    lane = tl.arange(0, BLOCK_N)
-    if AHEAD:
-        ahead = tl.load(pages + (begin + lane) // PAGE, mask=begin + lane < top, other=0)
-    for n in range(begin, clear, BLOCK_N):
+    pages = _read_pages(table, begin, top, PAGE, BLOCK_N)
+    for n in range(begin, stop, BLOCK_N):
+        if not AHEAD:
+            pages = _read_pages(table, n, top, PAGE, BLOCK_N)
+        slots = _find_slots(pages, n, kv_head, KV_HEADS, HEAD_DIM, PAGE, BLOCK_N)
         if AHEAD:
-            page = ahead
-            ahead = tl.load(pages + (n + BLOCK_N + lane) // PAGE, mask=n + BLOCK_N + lane < top, other=0)
-        else:
-            page = tl.load(pages + (n + lane) // PAGE)
-        best, mass, mixed = _take_in(
-            best, mass, mixed, q, k_ptr, v_ptr, page, n, kv_head, ends, top, scale, scales_ptr, value_scales,
-            KV_HEADS, HEAD_DIM, PAGE, BLOCK_N, BLOCK_D, PRECISION, SMALL, False,
-        )  # fmt: skip
-    for n in range(clear, stop, BLOCK_N):
-        if AHEAD:
-            page = ahead
-            ahead = tl.load(pages + (n + BLOCK_N + lane) // PAGE, mask=n + BLOCK_N + lane < top, other=0)
-        else:
-            page = tl.load(pages + (n + lane) // PAGE, mask=n + lane < top, other=0)
-        best, mass, mixed = _take_in(
-            best, mass, mixed, q, k_ptr, v_ptr, page, n, kv_head, ends, top, scale, scales_ptr, value_scales,
-            KV_HEADS, HEAD_DIM, PAGE, BLOCK_N, BLOCK_D, PRECISION, SMALL, True,
-        )  # fmt: skip
+            pages = _read_pages(table, n + BLOCK_N, top, PAGE, BLOCK_N)
+        # A slot behind the last visible one may hold anything, NaN included: it is not even read.
+        known = n + lane < top
+        k = _read_rows(k_ptr, slots, known, HEAD_DIM, BLOCK_N, BLOCK_D)
+        v = _read_rows(v_ptr, slots, known, HEAD_DIM, BLOCK_N, BLOCK_D)
+        if SMALL:
+            k = k.to(q.dtype)
+            v = v.to(q.dtype)
+            k_scale = tl.load(scales_ptr + slots // HEAD_DIM, mask=known, other=0.0)
+            v_scale = tl.load(scales_ptr + value_scales + slots // HEAD_DIM, mask=known, other=0.0)
+        score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if SMALL:
+            # Scaled are the scores and the weights, [.., keys] both, rather than HEAD_DIM numbers of each key.
+            score *= k_scale[None, :]
+        score = tl.where((n + lane)[None, :] < ends[:, None], score, float("-inf"))
+        best, mass, fade, weight = _weigh(score, best, mass, scale)
+        if SMALL:
+            weight *= v_scale[None, :]
+        mixed = tl.dot(weight.to(v.dtype), v, mixed * fade[:, None], input_precision=PRECISION)
 
     pair = token.to(tl.int64) * HEADS + head
     place = pair[:, None] * HEAD_DIM + d[None, :]
@@ -262,78 +283,62 @@ def _attend(
         pairs = tokens.to(tl.int64) * HEADS
         tl.store(stats_ptr + split * pairs + pair, best, mask=live)
         tl.store(stats_ptr + (SPLITS + split) * pairs + pair, mass, mask=live)
-        tl.store(parts_ptr + split * pairs * HEAD_DIM + place, mixed, mask=inside)
+        if begin < stop:
+            tl.store(parts_ptr + split * pairs * HEAD_DIM + place, mixed, mask=inside)
 
 
 @triton.jit
-def _take_in(
-    best,
-    mass,
-    mixed,
-    q,
-    k_ptr,
-    v_ptr,
-    page,
+def _read_pages(table, n, top, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the page of each key from n on: one number for all where they share it, a pair, or one for each."""
+    if PAGE % BLOCK_N == 0:
+        return tl.load(table + n // PAGE, mask=n < top, other=0)
+    elif 2 * PAGE == BLOCK_N:
+        one = tl.load(table + n // PAGE, mask=n < top, other=0)
+        return one, tl.load(table + n // PAGE + 1, mask=n + PAGE < top, other=0)
+    else:
+        position = n + tl.arange(0, BLOCK_N)
+        return tl.load(table + position // PAGE, mask=position < top, other=0)
+
+
+@triton.jit
+def _find_slots(
+    pages,
     n,
     kv_head,
-    ends,
-    top,
-    scale,
-    scales_ptr,
-    value_scales,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SMALL: tl.constexpr,
-    EDGE: tl.constexpr,
 ):
-    """Add BLOCK_N keys from n on to the running softmax; EDGE: some query does not see all of them."""
-    position = n + tl.arange(0, BLOCK_N)
+    """Return where the head of each key from n on begins, [BLOCK_N] int64."""
+    STRIDE: tl.constexpr = KV_HEADS * HEAD_DIM
+    lane = tl.arange(0, BLOCK_N)
+    if PAGE % BLOCK_N == 0:
+        return (pages.to(tl.int64) * PAGE + n % PAGE) * STRIDE + (lane * STRIDE + kv_head * HEAD_DIM)
+    elif 2 * PAGE == BLOCK_N:
+        bases = tl.where(lane < PAGE, pages[0].to(tl.int64) * (PAGE * STRIDE), pages[1].to(tl.int64) * (PAGE * STRIDE))
+        return bases + (lane % PAGE * STRIDE + kv_head * HEAD_DIM)
+    else:
+        return (pages.to(tl.int64) * PAGE + (n + lane) % PAGE) * STRIDE + kv_head * HEAD_DIM
+
+
+@triton.jit
+def _read_rows(ptr, slots, known, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return [BLOCK_N, BLOCK_D] keys or values; zeros for those that are not known."""
     d = tl.arange(0, BLOCK_D)
-    pair = (page.to(tl.int64) * PAGE + position % PAGE) * KV_HEADS + kv_head
-    slot = pair * HEAD_DIM
-    k_place = k_ptr + slot[None, :] + d[:, None]
-    v_place = v_ptr + slot[:, None] + d[None, :]
-    if EDGE or HEAD_DIM != BLOCK_D:
-        # A slot behind the last visible one may hold anything, NaN included: it is not even read.
-        known = position < top
-        k = tl.load(k_place, mask=known[None, :] & (d < HEAD_DIM)[:, None], other=0.0)
-        v = tl.load(v_place, mask=known[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
-    else:
-        k = tl.load(k_place)
-        v = tl.load(v_place)
-    if SMALL:
-        # Scaled are the scores and the weights, [.., keys] both, rather than keys and values of HEAD_DIM numbers.
-        k = k.to(q.dtype)
-        v = v.to(q.dtype)
-        if EDGE:
-            k_scale = tl.load(scales_ptr + pair, mask=position < top, other=0.0)
-            v_scale = tl.load(scales_ptr + value_scales + pair, mask=position < top, other=0.0)
-        else:
-            k_scale = tl.load(scales_ptr + pair)
-            v_scale = tl.load(scales_ptr + value_scales + pair)
-    score = tl.dot(q, k, input_precision=PRECISION) * scale
-    if SMALL:
-        score *= k_scale[None, :]
-    if EDGE:
-        score = tl.where(position[None, :] < ends[:, None], score, float("-inf"))
-    new = tl.maximum(best, tl.max(score, 1))
-    if EDGE:
-        # A query that has seen nothing yet has no finite maximum to subtract.
-        base = tl.where(new == float("-inf"), 0.0, new)
-    else:
-        base = new
-    weight = tl.exp2(score - base[:, None])
-    fade = tl.exp2(best - base)
-    mass = mass * fade + tl.sum(weight, 1)
-    mixed = mixed * fade[:, None]
-    if SMALL:
-        weight *= v_scale[None, :]
-    mixed = tl.dot(weight.to(v.dtype), v, mixed, input_precision=PRECISION)
-    return new, mass, mixed
+    known = known[:, None]
+    if HEAD_DIM != BLOCK_D:
+        known = known & (d < HEAD_DIM)[None, :]
+    return tl.load(ptr + slots[:, None] + d[None, :], mask=known, other=0.0)
+
+
+@triton.jit
+def _weigh(score, best, mass, scale):
+    """Return the running softmax's maximum and sum, by what it fades, and the weights of the new scores."""
+    new = tl.maximum(best, tl.max(score, 1) * scale)
+    weight = tl.exp2(score * scale - new[:, None])
+    fade = tl.exp2(best - new)
+    return new, mass * fade + tl.sum(weight, 1), fade, weight
 
 
 @triton.jit(do_not_specialize=["tokens"])

@@ -4,6 +4,8 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.kernels.gpu_cases import (
     ATTENTION,
@@ -33,7 +35,7 @@ import kernels.gpu.rope
 import kernels.gpu.swiglu
 import kernels.gpu.token_stats
 from kernels.attention import attention
-from kernels.gpu.attention import Tile, attend
+from kernels.gpu.attention import Tile, attend, choose_tile
 from kernels.kv_write import kv_write
 from kernels.linear import gated_linear, linear
 from kernels.lora import Factors, assign, lora, lora_swiglu
@@ -149,14 +151,33 @@ def test_attention_agrees_and_never_reads_what_no_query_sees(dtype, case: Attent
 @pytest.mark.parametrize("ahead", [False, True])
 def test_attention_agrees_however_its_tiles_are_cut(case: AttentionCase, splits, ahead):
     q, k, v, plan = attention_inputs(case, NARROW, seed=4)
-    tiles = [Tile(16, 16, 2, 4, ahead)]
+    # Keys of one page, of two, and of more.
+    tiles = [Tile(16, 16, 2, 4, ahead), Tile(16, 32, 2, 4, ahead), Tile(16, 64, 2, 4, ahead)]
     if ON_GPU:
         tiles += [Tile(64, 64, 4, 3, ahead), Tile(128, 64, 8, 3, ahead), Tile(64, 128, 4, 2, ahead)]
+        tiles += [Tile(128, 32, 8, 3, ahead, 128), Tile(128, 64, 8, 2, ahead, 128)]
     longest = max(query for _, query in case.rows)
     wide = attention(q.float(), k.float().nan_to_num(0), v.float().nan_to_num(0), widened(plan), 0.1)
     for tile in tiles:
         out = attend(q, k, v, plan, 0.1, longest, tile, splits, torch.empty_like(q))
         assert relative_error(out, wide) < 1.5 * TOLERANCE[NARROW], tile
+
+
+@given(
+    packed=st.integers(1, 40_000),
+    pairs=st.integers(1, 4096),
+    head_dim=st.integers(16, 256),
+    element_size=st.sampled_from([2, 4]),
+    small=st.booleans(),
+)
+def test_a_tile_of_attention_fits_shared_memory_twice_where_two_are_to_share_it(
+    packed, pairs, head_dim, element_size, small
+):
+    tile = choose_tile(packed, pairs, head_dim, element_size, 132, small=small)
+    width = max(16, 1 << (head_dim - 1).bit_length())
+    bytes_of_one = (tile.block_m + 2 * tile.stages * tile.block_n) * width * element_size
+    assert bytes_of_one * (1 if tile.registers is None else 2) <= 227 * 1024
+    assert tile.block_m >= min(packed, 16)
 
 
 @pytest.mark.parametrize("splits", [1, 4])
