@@ -92,10 +92,12 @@ class StepGraphs:
         self._hidden = torch.zeros((positions, model.spec.hidden_size), dtype=model.dtype, device=device)
         self._gathered: Tensor | None = None
         """Where it is kept, `_hidden` is the residual stream beside it; see `Decoder.begin`."""
+        # Adapters are assigned to all positions, and what ranks exchange in each half of a step stays as it is.
         if isinstance(model.module, Decoder) and bank is None and positions > _WHOLE:
             *_, last = model.module.layers
-            gathered = (positions, last.attention.out.weight.shape[1])
-            self._gathered = torch.zeros(gathered, dtype=model.dtype, device=device)
+            if last.peers is None:
+                gathered = (positions, last.attention.out.weight.shape[1])
+                self._gathered = torch.zeros(gathered, dtype=model.dtype, device=device)
         self._decides = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._plain = torch.ones(max_rows * layout.block, device=device)
         self._layers: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
