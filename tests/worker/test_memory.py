@@ -111,7 +111,8 @@ def test_captured_steps_take_what_the_plan_says(model: LoadedModel):
     free = torch.cuda.mem_get_info(DEVICE)[0]
     AheadRunner(runner, graphs, bucket_sizes(LIMITS.max_rows)).capture(lambda done, of: None)
     taken = free - torch.cuda.mem_get_info(DEVICE)[0]
-    assert taken <= needs.steps <= 2 * taken + 2**28
+    # The driver takes memory for graphs in larger pieces than one of them needs.
+    assert taken - 2**26 <= needs.steps <= 2 * taken + 2**28
     before = torch.cuda.memory_reserved(DEVICE)
     graphs.launch(LIMITS.max_rows, LIMITS.max_rows)
     torch.cuda.synchronize(DEVICE)
