@@ -1,5 +1,7 @@
 """How much memory the work needs beside the weights and the pages: measured, by running the largest of it."""
 
+import logging
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as ReadOnly
 from dataclasses import dataclass
@@ -14,6 +16,8 @@ from worker.engine.window import cuts_windows
 from worker.models import LoadedModel
 from worker.models.spec import Commit
 from worker.runner import LOGITS_AT_ONCE, Runner
+
+log = logging.getLogger(__name__)
 
 _LONGEST = 16_384
 """Positions of a text that cannot be cut that are tried; a longer one that finds no memory fails by itself."""
@@ -55,9 +59,16 @@ def measure_needs(model: LoadedModel, limits: BatchLimits, page_size: int, bank:
     tokens = limits.token_budget
     if not cuts_windows(spec):
         tokens = max(tokens, min(spec.max_model_len, _LONGEST))
+    began = time.perf_counter()
     plan, steps = _measure(model, limits, tokens, page_size, bank)
     torch.cuda.empty_cache()
-    return Needs(plan, logits, steps)
+    needs = Needs(plan, logits, steps)
+    log.info(
+        "memory: %d MiB for the largest plan, %d for logits, %d for captured steps; measured in %.1f s",
+        *(size // 2**20 for size in (needs.plan, needs.logits, needs.steps)),
+        time.perf_counter() - began,
+    )
+    return needs
 
 
 def _measure(
