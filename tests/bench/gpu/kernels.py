@@ -156,6 +156,9 @@ def bench_attention(report: Report, pace: Pace, cases: Sequence[Case] | None = N
 
 _TILES = (
     Tile(64, 64, 4, 3, ahead=True),
+    Tile(64, 64, 4, 4, ahead=True),
+    Tile(128, 32, 8, 3, ahead=True, registers=128),
+    Tile(128, 64, 8, 2, ahead=True, registers=128),
     Tile(64, 64, 4, 2, ahead=True),
     Tile(128, 64, 8, 3, ahead=True),
     Tile(16, 64, 2, 4, ahead=True),

@@ -74,11 +74,18 @@ def _replace_linear(products: dict[tuple[int, int, bool, int], Tiling | None]) -
 def _replace_attention(tiles: dict[tuple[int, int, int, int], tuple[Tile, int]]) -> None:
     attention = attention_twin.attention
 
-    def tuned(q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+    def tuned(
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        scales: Tensor | None = None,
+    ) -> Tensor:
         longest = max(group.query for group in plan.groups)
         found = tiles.get((q.shape[1], k_pages.shape[2], plan.page_table.shape[0], longest))
         if found is None:
-            return attention(q, k_pages, v_pages, plan, scale)
-        return attend(q, k_pages, v_pages, plan, scale, longest, *found, torch.empty_like(q))
+            return attention(q, k_pages, v_pages, plan, scale, scales)
+        return attend(q, k_pages, v_pages, plan, scale, longest, *found, torch.empty_like(q), scales)
 
     attention_twin.attention = tuned
