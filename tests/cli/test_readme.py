@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -45,6 +46,20 @@ def test_the_curl_example_answers(live_fleet: Up) -> None:
     assert DEFAULT_URL in example
     answer = json.loads(run("bash", "-c", example.replace(DEFAULT_URL, live_fleet.url)))
     assert answer["choices"][0]["message"]["content"]
+
+
+@pytest.mark.slow
+def test_the_example_of_a_checkpoint_serves_it(tiny_model: Path, short_folder: Path) -> None:
+    (example,) = [block for block in blocks("sh") if "--model " in block]
+    program, command, option, _, *rest = shlex.split(example)
+    assert (program, command, option) == (".venv/bin/diffleet", "up", "--model")
+    up = Up(short_folder, tiny_model, *rest, "--prompt", "")
+    try:
+        served = json.loads(run("curl", "-s", f"{up.wait_serving().url}/v1/models"))["data"]
+        assert [entry["id"] for entry in served] == [rest[rest.index("--model-name") + 1]]
+    finally:
+        up.stop()
+        up.put_down()
 
 
 @pytest.mark.slow
