@@ -130,6 +130,7 @@ class Webhook(_Part):
     kind: Literal["request", "response"] = Field(default="request", description="What the message calls its subject.")
     name: str | None = Field(default=None, max_length=128, description="Id of a subject that is not the request.")
     choice: int = Field(default=0, ge=0, lt=COUNT_LIMIT)
+    calls: bool = Field(default=False, description="The subject is incomplete if its text ends within a call.")
     metadata: dict[str, str] = Field(default_factory=dict, max_length=16, description="Sent back as it is.")
 
 

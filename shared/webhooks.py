@@ -34,6 +34,7 @@ class Recipient(BaseModel):
     kind: Literal["request", "response", "batch"] = "request"
     name: str | None = None
     choice: int = 0
+    calls: bool = False
     metadata: dict[str, str] = Field(default_factory=dict)
 
 

@@ -101,7 +101,7 @@ def _deliverer(settings: JobSettings, services: Services) -> Deliverer:
 
     terms = DeliveryTerms(settings.webhook_retry_s, settings.webhook_timeout_s, settings.webhook_concurrency)
     desk = services.webhooks
-    return Deliverer(services.admin.webhooks, partitions, desk.secrets, desk.rules, terms)
+    return Deliverer(services.admin.webhooks, partitions, desk.secrets, desk.rules, terms, services.fleet.result)
 
 
 async def sweep(context: Mapping[str, Any]) -> None:

@@ -86,7 +86,7 @@ async def create(
     plan = await _plan(body, model, await _conversation(body, services, caller), call)
     record, command = plan.record, plan.command
     if command.webhook is not None:
-        named = command.webhook.model_copy(update={"kind": "response", "name": record.id})
+        named = command.webhook.model_copy(update={"kind": "response", "name": record.id, "calls": record.calls})
         command = command.model_copy(update={"webhook": named})
     block = model.card.block_length
     (terms,) = await admit(request, call, services.limiter, [plan.command], block, keep=record.background)

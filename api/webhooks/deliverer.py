@@ -12,11 +12,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from api.webhooks.cuts import was_cut
 from api.webhooks.payload import Unreadable, message_id, render
 from api.webhooks.post import BrokenAnswer, Poster
 from api.webhooks.schedule import Again, judge, next_try
 from api.webhooks.signing import Secrets, sign
 from api.webhooks.target import Forbidden, Resolve, TargetRules, resolve_host
+from shared.client import Result
 from shared.connection import FleetUnavailable
 from shared.keys import Keys
 from shared.webhooks import Taken, WebhookStore
@@ -49,6 +51,7 @@ class Deliverer:
         secrets: Secrets,
         rules: TargetRules,
         terms: DeliveryTerms,
+        look: Callable[[str], Awaitable[Result]],
         poster: Poster | None = None,
         resolve: Resolve = resolve_host,
     ) -> None:
@@ -57,6 +60,7 @@ class Deliverer:
         self._secrets = secrets
         self._rules = rules
         self._terms = terms
+        self._look = look
         self._poster = poster or Poster(terms.timeout_s)
         self._resolve = resolve
         self._hosts: Counter[str] = Counter()
@@ -129,7 +133,7 @@ class Deliverer:
             await self._end(message, "dead", "receiver_gone")
             return
         try:
-            body = render(message)
+            body = render(message, await was_cut(message, self._look))
         except Unreadable:
             await self._end(message, "dead", "malformed")
             return

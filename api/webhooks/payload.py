@@ -26,9 +26,9 @@ def message_id(subject_id: str) -> str:
     return f"evt_{subject_id.rpartition('_')[2]}"
 
 
-def render(message: Taken) -> bytes:
-    """Return the body, as JSON. Raises `Unreadable`."""
-    status, data = _subject(message)
+def render(message: Taken, cut: bool = False) -> bytes:
+    """Return the body, as JSON; `cut`: the answer has ended within a call. Raises `Unreadable`."""
+    status, data = _subject(message, cut)
     at = datetime.fromtimestamp(message.ended_ms / 1000, UTC)
     return orjson.dumps(
         {
@@ -42,7 +42,7 @@ def render(message: Taken) -> bytes:
     )
 
 
-def _subject(message: Taken) -> tuple[str, dict[str, Any]]:
+def _subject(message: Taken, cut: bool) -> tuple[str, dict[str, Any]]:
     match message.to.kind:
         case "request":
             end = _end(message)
@@ -53,7 +53,9 @@ def _subject(message: Taken) -> tuple[str, dict[str, Any]]:
             return status, data | {"error": _error(end), "metadata": message.to.metadata}
         case "response":
             end = _end(message)
-            status = "incomplete" if isinstance(end, Finished) and end.reason == "length" else _status(end)
+            status = _status(end)
+            if isinstance(end, Finished) and (end.reason == "length" or (end.reason == "stop" and cut)):
+                status = "incomplete"
             data = _head(message, message.to.name or message.id, status)
             if isinstance(end, Finished):
                 data |= {"finish_detail": end.detail, "usage": usage_fields(end.usage)}

@@ -4,7 +4,10 @@ from typing import Any
 import orjson
 import pytest
 
+from api.responses.output import Output
+from api.webhooks.cuts import was_cut
 from api.webhooks.payload import Unreadable, message_id, render
+from shared.client import Result, UnknownRequest
 from shared.events import Delta, Failed, Finished, Usage, encode_event
 from shared.keys import new_request_id
 from shared.webhooks import Recipient, Taken
@@ -68,3 +71,36 @@ def test_what_is_no_end_is_not_told(end: bytes) -> None:
 
 def test_an_id_has_no_full_stop_which_parts_what_is_signed() -> None:
     assert "." not in message_id(new_request_id("a.b/c-1.5"))
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "calls", "status"),
+    [
+        (CALL, True, "completed"),
+        (CALL[: CALL.index(": 1")], True, "incomplete"),
+        (CALL[:20], True, "incomplete"),
+        (CALL[:20], False, "completed"),
+        (None, True, "completed"),
+    ],
+)
+async def test_a_response_that_ended_within_a_call_is_told_as_its_reader_sees_it(
+    text: str | None, calls: bool, status: str
+) -> None:
+    end = Finished(ID, 3, 1, "stop", "stop_string", USAGE)
+
+    async def look(request_id: str) -> Result:
+        if text is None:
+            raise UnknownRequest(request_id)
+        return Result(request_id, "done", text, [], end)
+
+    message = Taken(ID, Recipient(url=URL, kind="response", name="resp_1", calls=calls), encode_event(end), 1, 1)
+    told = json.loads(render(message, await was_cut(message, look)))
+    assert (told["type"], told["data"]["status"]) == (f"response.{status}", status)
+    if text is not None:
+        output = Output("x", calls, None)
+        list(output.push(Delta(ID, 2, 1, 0, 0, [], text, 1)))
+        list(output.end(end))
+        assert output.status(end) == status
