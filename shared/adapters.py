@@ -16,6 +16,8 @@ WEIGHTS = "adapter_model.safetensors"
 TARGETS_FILE = "lora_targets.json"
 """File of a model's card: for each linear layer that may have an adapter [outputs, inputs], by the module's name."""
 MOST_RANK = 512
+_MOST_ALPHA = 1_000_000
+_LONGEST_CONFIG = 4 * 2**20
 _LONGEST_HEADER = 64 * 2**20
 _PREFIX = "base_model.model."
 _ENDS = {".lora_A.weight": 0, ".lora_B.weight": 1}
@@ -66,7 +68,7 @@ class AdapterFacts:
 def find_folder(store: Path, path: str) -> Path:
     """Return the folder of an adapter in the model store; raises `InvalidAdapter` for one that lies elsewhere.
 
-    Links are followed before the comparison.
+    Links are followed before the comparison, those of its files too.
     """
     root = store.resolve()
     try:
@@ -77,6 +79,16 @@ def find_folder(store: Path, path: str) -> Path:
         raise InvalidAdapter("path", "must name a folder inside the model store")
     if not folder.is_dir():
         raise UnreadableAdapter("path", f"there is no folder {path[:200]!r} in the model store")
+    for name in (CONFIG, WEIGHTS):
+        try:
+            file = (folder / name).resolve()
+        except (OSError, RuntimeError) as error:
+            raise InvalidAdapter(name, "is a link that leads nowhere") from error
+        if not file.is_relative_to(root):
+            raise InvalidAdapter(name, "is a link that leads out of the model store")
+        if file.exists() and not file.is_file():
+            # What is no file may never end, or never begin.
+            raise InvalidAdapter(name, "is not a file")
     return folder
 
 
@@ -91,8 +103,8 @@ def check_adapter(folder: Path, targets: Targets) -> AdapterFacts:
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= MOST_RANK:
         raise InvalidAdapter("r", f"must be a whole number from 1 to {MOST_RANK}, not {_shown(rank)}")
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
-        raise InvalidAdapter("lora_alpha", f"must be a number, not {_shown(alpha)}")
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not abs(alpha) <= _MOST_ALPHA:
+        raise InvalidAdapter("lora_alpha", f"must be a number up to {_MOST_ALPHA}, not {_shown(alpha)}")
     shapes = _pair(read_shapes(_weights_of(folder)))
     for module, (a, b) in shapes.items():
         wanted = targets.get(module)
@@ -156,32 +168,54 @@ def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
             raise ValueError("an object was expected")
         entries = cast(dict[str, dict[str, Any]], header)
         shapes: dict[str, tuple[int, ...]] = {}
+        ranges: list[tuple[int, int, str]] = []
         for name, entry in entries.items():
             if name == "__metadata__":
                 continue
-            shape, dtype = tuple(int(part) for part in entry["shape"]), str(entry["dtype"])
+            shape, dtype = _counts(entry["shape"]), str(entry["dtype"])
             if dtype not in _DTYPES:
                 raise InvalidAdapter(path.name, f"{name[:200]} is {dtype[:20]}; {', '.join(_DTYPES)} are supported")
-            first, end = (int(part) for part in entry["data_offsets"])
-            wide = 4 if dtype == "F32" else 2
-            if any(part < 0 for part in shape) or end - first != math.prod(shape) * wide or end > size - 8 - length:
+            first, end = _counts(entry["data_offsets"])
+            if end - first != math.prod(shape) * (4 if dtype == "F32" else 2):
                 raise InvalidAdapter(path.name, f"{name[:200]} does not lie in the file")
+            ranges.append((first, end, name))
             shapes[name] = shape
+        # As the format asks: one behind the other, from the header's end to the file's.
+        at = 0
+        for first, end, name in sorted(ranges):
+            if first != at or end > size - 8 - length:
+                raise InvalidAdapter(path.name, f"{name[:200]} does not lie in the file")
+            at = end
+        if at != size - 8 - length:
+            raise InvalidAdapter(path.name, "is longer than its tensors")
         return shapes
     except OSError as error:
         raise UnreadableAdapter(path.name, error.strerror or "cannot be read") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidAdapter(path.name, "is not a safetensors file") from error
+
+
+def _counts(values: object) -> tuple[int, ...]:
+    if not isinstance(values, list):
+        raise ValueError("a list was expected")
+    listed = cast(list[object], values)
+    if not all(type(value) is int and 0 <= value < 2**63 for value in listed):
+        raise ValueError("whole numbers were expected")
+    return tuple(cast(list[int], listed))
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
     try:
-        content: object = json.loads((folder / CONFIG).read_bytes())
+        with (folder / CONFIG).open("rb") as file:
+            read = file.read(_LONGEST_CONFIG + 1)
+        if len(read) > _LONGEST_CONFIG:
+            raise InvalidAdapter(CONFIG, f"is longer than {_LONGEST_CONFIG} bytes")
+        content: object = json.loads(read)
     except FileNotFoundError as error:
         raise UnreadableAdapter(CONFIG, "is missing") from error
     except OSError as error:
         raise UnreadableAdapter(CONFIG, error.strerror or "cannot be read") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidAdapter(CONFIG, "is not valid JSON") from error
     if not isinstance(content, dict):
         raise InvalidAdapter(CONFIG, "an object was expected")

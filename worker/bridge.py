@@ -22,7 +22,7 @@ from shared.heart import Held, HeldState
 from shared.orders import Orders
 from shared.queue import Claim, Outcome, WorkerQueue
 from shared.tracing import NO_SPAN, Span, Tracing, Untraced, asked, close_with, span_name
-from worker.adapters.ports import AdapterFaulty, Adapters, AdapterUnavailable
+from worker.adapters.ports import AdapterFaulty, Adapters, AdaptersFull, AdapterUnavailable
 from worker.engine.ports import Arrival, Outbox, Resume
 from worker.mailbox import Mailbox
 from worker.metrics import Metrics
@@ -35,6 +35,7 @@ _BUSY_WAIT_MS = 250
 _PORTIONS = 8
 _UNSUPPORTED_DELAY_MS = 5000
 _UNABLE_DELAY_MS = 500
+_FULL_DELAY_MS = 500
 _MOST_UNABLE = 3
 """Workers that try to load what a request needs before it fails."""
 _CARD_CHECK_S = 3.0
@@ -343,7 +344,11 @@ class Bridge:
             if not isinstance(error, AdapterUnavailable):
                 log.exception("an adapter's loading has failed")
             failed = Failed(slot.id, claim.seq + 1, slot.epoch, "unsupported", str(error), "lora")
-            if isinstance(error, AdapterFaulty):
+            if isinstance(error, AdaptersFull):
+                # As one that waits for a slot does, however often.
+                log.info("request waits: %s", error, extra={"request_id": slot.id})
+                self._append(slot, _HandBack(_FULL_DELAY_MS))
+            elif isinstance(error, AdapterFaulty):
                 log.warning("request refused: %s", error, extra={"request_id": slot.id})
                 self._metrics.count_refused(failed.code)
                 self._append(slot, failed)

@@ -1,8 +1,9 @@
 """Adapter folders from anywhere: what cannot be served is refused, and the field at fault is named."""
 
 import json
+import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,9 @@ def test_a_good_adapter_tells_its_rank_factor_and_modules(tmp_path: Path) -> Non
         ({"r": 4096}, "r"),
         ({"lora_alpha": "16"}, "lora_alpha"),
         ({"lora_alpha": float("nan")}, "lora_alpha"),
+        ({"lora_alpha": float("inf")}, "lora_alpha"),
+        ({"lora_alpha": 10**400}, "lora_alpha"),
+        ({"lora_alpha": -1e30}, "lora_alpha"),
         ({"peft_type": "LOHA"}, "peft_type"),
         ({"bias": "all"}, "bias"),
         ({"use_dora": True}, "use_dora"),
@@ -165,6 +169,103 @@ def test_only_folders_inside_the_store_are_found(tmp_path: Path) -> None:
         with pytest.raises(InvalidAdapter) as caught:
             find_folder(store, path)
         assert caught.value.field == "path"
+
+
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda path, outside: path.symlink_to(outside), "leads out of the model store"),
+        (lambda path, outside: path.symlink_to("/dev/zero"), "leads out of the model store"),
+        (lambda path, outside: path.symlink_to(path), "leads nowhere|not a file"),
+        (lambda path, outside: os.mkfifo(path), "is not a file"),
+        (lambda path, outside: path.mkdir(), "is not a file"),
+    ],
+    ids=["link-out", "device", "loop", "pipe", "folder"],
+)
+def test_files_that_are_none_or_lie_elsewhere_are_refused_unread(
+    tmp_path: Path, name: str, make: Callable[[Path, Path], None], why: str
+) -> None:
+    store, outside = tmp_path / "store", write(tmp_path / "outside")
+    store.mkdir()
+    folder = write(store / "a")
+    (folder / name).unlink()
+    make(folder / name, outside / name)
+    with pytest.raises(InvalidAdapter, match=why) as caught:
+        find_folder(store, "a")
+    assert caught.value.field == name
+
+
+def test_files_that_are_links_within_the_store_are_served(tmp_path: Path) -> None:
+    kept, folder = write(tmp_path / "kept"), tmp_path / "a"
+    folder.mkdir()
+    for name in (CONFIG, WEIGHTS):
+        (folder / name).symlink_to(Path("..") / "kept" / name)
+    assert check_adapter(find_folder(tmp_path, "a"), TARGETS) == check_adapter(kept, TARGETS)
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b" " * (5 * 2**20) + b"{}", b"\xff\xfe", b""])
+def test_a_configuration_that_no_parser_takes_is_refused(tmp_path: Path, content: bytes) -> None:
+    folder = write(tmp_path / "a")
+    (folder / CONFIG).write_bytes(content)
+    with pytest.raises(InvalidAdapter) as caught:
+        check_adapter(folder, TARGETS)
+    assert caught.value.field == CONFIG
+
+
+A, B = "base_model.model.model.layers.0.q_proj.lora_A.weight", "base_model.model.model.layers.0.q_proj.lora_B.weight"
+
+
+def entry(shape: object, first: object, end: object, dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [first, end]}
+
+
+@pytest.mark.parametrize(
+    ("header", "data"),
+    [
+        ({A: entry([4, 6], 0, 96), B: entry([8, 4], 96, 224)}, 223),
+        ({A: entry([4, 6], 0, 96), B: entry([8, 4], 96, 224)}, 225),
+        ({A: entry([4, 6], 0, 96), B: entry([8, 4], 0, 128)}, 128),
+        ({A: entry([4, 6], 0, 96), B: entry([8, 4], 100, 228)}, 228),
+        ({A: entry([4, 6], -96, 0), B: entry([8, 4], 0, 128)}, 128),
+        ({A: entry(["4", 6], 0, 96)}, 96),
+        ({A: entry([4.0, 6], 0, 96)}, 96),
+        ({A: entry([True, 24], 0, 96)}, 96),
+        ({A: entry([float("inf"), 6], 0, 96)}, 96),
+        ({A: entry([10**30, 0], 0, 0)}, 0),
+        ({A: entry("46", 0, 96)}, 96),
+    ],
+    ids=[
+        "short",
+        "long",
+        "overlap",
+        "gap",
+        "before",
+        "text",
+        "fraction",
+        "truth",
+        "endless",
+        "immense",
+        "word",
+    ],
+)
+def test_what_is_no_safetensors_file_to_others_is_none_to_the_front(
+    tmp_path: Path, header: dict[str, Any], data: int
+) -> None:
+    folder = write(tmp_path / "a", GOOD | {"target_modules": ["q_proj"]})
+    content = json.dumps(header).encode()
+    (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(content)) + content + bytes(data))
+    with pytest.raises(InvalidAdapter) as caught:
+        check_adapter(folder, TARGETS)
+    assert caught.value.field == WEIGHTS
+
+
+def test_a_header_without_end_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a")
+    content = b'{"a":' * 100_000
+    (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(content)) + content)
+    with pytest.raises(InvalidAdapter, match="is not a safetensors file"):
+        check_adapter(folder, TARGETS)
 
 
 def test_every_file_counts_in_the_digest(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from shared.adapters import WEIGHTS, InvalidAdapter, UnreadableAdapter, digest_of
@@ -17,11 +19,12 @@ from tests.worker.adapter_folders import read_weights, write_adapter, write_merg
 from tests.worker.test_families import DENSE, MOE, QWEN3, TOKENS, load_with_mask, write_oracle
 from tests.worker.test_metrics import samples
 from tests.worker.texts import NoText
-from worker.adapters.ports import AdapterFaulty, AdapterUnavailable
+from worker.adapters.ports import AdapterFaulty, AdaptersFull, AdapterUnavailable
+from worker.adapters.sides import Sides, of_text
 from worker.adapters.stack import AdapterStack
 from worker.adapters.store import AdapterStore
 from worker.adapters.targets import find_targets, shapes_of
-from worker.adapters.weights import Adapter, load_adapter
+from worker.adapters.weights import Adapter, load_adapter, stacked_size
 from worker.engine.engine import Engine
 from worker.engine.plan import visible_ends
 from worker.engine.ports import Arrival, Inbox
@@ -29,7 +32,7 @@ from worker.engine.scheduler import BatchLimits, CacheShape
 from worker.metrics import Metrics
 from worker.models import LoadedModel, load_checkpoint
 from worker.models.checkpoint import read_checkpoint
-from worker.models.layers import LowRank
+from worker.models.layers import Linear, LowRank
 from worker.runner import Runner
 
 TOLERANCE = 1e-4
@@ -197,6 +200,30 @@ def test_the_stack_is_built_once_for_a_batch_that_stays(model: LoadedModel, shel
     assert stack.built == 1
 
 
+@given(
+    chosen=st.lists(
+        st.tuples(st.integers(1, 9), st.sets(st.integers(0, 3), min_size=1), st.booleans()), min_size=1, max_size=4
+    )
+)
+@settings(max_examples=40)
+def test_a_stack_of_adapters_takes_what_was_counted_for_it(chosen: list[tuple[int, set[int], bool]]) -> None:
+    linears = [Linear(4 + n, 6 + n, False, device=torch.device("cpu"), dtype=torch.float32) for n in range(4)]
+    adapters: dict[str, Adapter] = {}
+    for number, (rank, places, sided) in enumerate(chosen):
+        pairs = {linears[n]: (torch.ones(rank, 4 + n), torch.ones(6 + n, rank)) for n in sorted(places)}
+        adapters[str(number)] = Adapter(rank, 1.0, pairs, pairs if sided else {})
+    sides = any(sided for _, _, sided in chosen)
+    stack = AdapterStack(Sides(Shelf(adapters)) if sides else Shelf(adapters), torch.device("cpu"))
+    rows = [((name, 1.0),) for name in adapters]
+    rows += [of_text(uses) for uses in rows] if sides else []
+
+    lora = stack.of(rows, [1] * len(rows))
+
+    assert lora is not None
+    taken = sum(adapted.factors.a.nbytes + adapted.factors.b.nbytes for adapted in lora.stacks.values())
+    assert taken <= stacked_size(adapters.values()) <= taken + 1
+
+
 # --- the store
 
 
@@ -204,15 +231,16 @@ class Loader:
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self.sizes = sizes
         self.loads: list[str] = []
+        self.linear = torch.nn.Identity()
+        self.ranks: dict[str, int] = {}
         self.errors: dict[str, Exception] = {}
 
     def __call__(self, folder: Path) -> Adapter:
         self.loads.append(folder.name)
         if folder.name in self.errors:
             raise self.errors[folder.name]
-        linear = torch.nn.Identity()
-        factors = {linear: (torch.zeros(self.sizes[folder.name] // 8), torch.zeros(self.sizes[folder.name] // 8))}
-        return Adapter(1, 1.0, factors)  # type: ignore[arg-type]
+        factors = {self.linear: (torch.zeros(self.sizes[folder.name] // 8), torch.zeros(self.sizes[folder.name] // 8))}
+        return Adapter(self.ranks.get(folder.name, 1), 1.0, factors)  # type: ignore[arg-type]
 
 
 def stored(tmp_path: Path, **sizes: int) -> tuple[AdapterStore, Loader, dict[str, LoraUse]]:
@@ -233,8 +261,9 @@ def test_the_least_recently_used_adapter_goes_first_and_never_one_in_use(tmp_pat
     store.hold([uses["a"]])
     store.hold([uses["c"]])
     assert (store.names(), store.evictions, store.size) == (["a", "c"], 1, 800)
-    with pytest.raises(AdapterUnavailable, match="d: no room"):
-        store.hold([uses["d"]])
+    for _ in range(2):
+        with pytest.raises(AdaptersFull, match="d: no room"):
+            store.hold([uses["d"]])
     assert store.held() == {uses["a"].digest, uses["c"].digest}
     store.release([uses["a"]])
     store.hold([uses["d"]])
@@ -260,9 +289,40 @@ def test_what_becomes_of_adapters_is_told(tmp_path: Path) -> None:
 
 def test_of_several_adapters_either_all_are_held_or_none(tmp_path: Path) -> None:
     store, _, uses = stored(tmp_path, a=400, b=900)
-    with pytest.raises(AdapterUnavailable, match="b: no room"):
+    with pytest.raises(AdapterUnavailable, match="b: 0.0 MiB are needed") as told:
         store.hold([uses["a"], uses["b"]])
+    assert not isinstance(told.value, AdaptersFull), "no wait would help"
     assert store.held() == set()
+    store.hold([uses["b"]])
+
+
+def test_what_has_no_room_is_not_read_again_until_something_goes_out_of_use(tmp_path: Path) -> None:
+    store, loader, uses = stored(tmp_path, a=400, b=400, c=400)
+    for name in "aab":
+        store.hold([uses[name]])
+    for name in ("a", "c", "c"):
+        with pytest.raises(AdaptersFull):
+            store.hold([uses["c"]])
+        if name == "a":
+            store.release([uses["a"]])  # another request runs under it still
+    assert loader.loads == ["a", "b", "c"]
+    store.release([uses["a"]])
+    store.hold([uses["c"]])
+    assert (store.names(), loader.loads) == (["b", "c"], ["a", "b", "c", "c"])
+
+
+def test_adapters_of_other_ranks_count_with_the_room_they_take_side_by_side(tmp_path: Path) -> None:
+    # One of rank 8 beside others of rank 1: in the batch each of them has the room of rank 8.
+    store, loader, uses = stored(tmp_path, wide=400, a=48, b=48)
+    loader.ranks = {"wide": 8}
+    store.hold([uses["wide"]])
+    store.hold([uses["a"]])
+    with pytest.raises(AdaptersFull):
+        store.hold([uses["b"]])
+    store.release([uses["wide"]])
+    store.hold([uses["b"]])
+    with pytest.raises(AdaptersFull):
+        store.hold([uses["wide"]])
 
 
 def test_an_adapter_whose_files_have_changed_or_gone_is_not_loaded(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from shared.keys import new_request_id
 from shared.orders import Orders
 from tests.worker.queue_for_tests import QueueForTests
 from tests.worker.test_bridge import CARD, PACE, Desk, finished, until
-from worker.adapters.ports import AdapterFaulty, AdapterUnavailable
+from worker.adapters.ports import AdapterFaulty, AdaptersFull, AdapterUnavailable
 from worker.bridge import Bridge
 from worker.engine.ports import Inbox
 
@@ -113,6 +113,20 @@ def test_a_request_whose_adapter_no_worker_can_load_fails_at_once() -> None:
         end = queue.requests[request.id].terminal
         assert isinstance(end, Failed)
         assert (end.code, end.param) == ("unsupported", "lora") and "r: is 8" in end.message
+
+
+def test_a_request_whose_adapter_has_no_room_waits_however_often_it_is_taken() -> None:
+    queue, shelf = QueueForTests(), Shelf(AdaptersFull("adapter fox: no room"))
+    request = ask()
+    with running(queue, shelf) as desk:
+        for attempt in range(1, 7):
+            queue.submit(request, epoch=attempt)
+            until(lambda attempt=attempt: shelf.asked == attempt and request.id not in desk.bridge.held())
+            assert queue.requests[request.id].handed_back_ms
+        assert not queue.unable
+        shelf.error = None
+        queue.submit(request, epoch=7)
+        assert [arrival.request for arrival in desk.arrivals(1)] == [request]
 
 
 def test_without_a_model_store_the_request_says_so() -> None:

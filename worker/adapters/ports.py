@@ -13,6 +13,10 @@ class AdapterUnavailable(Exception):
     """
 
 
+class AdaptersFull(AdapterUnavailable):
+    """There is no room for it beside those in use; there will be once some of their requests have ended."""
+
+
 class AdapterFaulty(AdapterUnavailable):
     """No worker will ever load it: its own files, the ones that were registered, do not go with the model."""
 

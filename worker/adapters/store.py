@@ -11,8 +11,8 @@ import torch
 
 from shared.adapters import InvalidAdapter, UnreadableAdapter, digest_of, find_folder
 from shared.commands import LoraUse
-from worker.adapters.ports import AdapterFaulty, AdapterUnavailable, AdapterWatch
-from worker.adapters.weights import Adapter
+from worker.adapters.ports import AdapterFaulty, AdaptersFull, AdapterUnavailable, AdapterWatch
+from worker.adapters.weights import Adapter, stacked_size
 
 
 @dataclass(slots=True)
@@ -30,11 +30,16 @@ class AdapterStore:
     """
 
     def __init__(self, root: Path, load: Callable[[Path], Adapter], capacity: int) -> None:
-        """`root` is the model store; `load` raises `InvalidAdapter`."""
+        """`root` is the model store; `load` raises `InvalidAdapter`.
+
+        As much as `capacity` again is there for the adapters of a batch side by side (`stacked_size`).
+        """
         self._root = root
         self._load = load
         self._capacity = capacity
         self._residents: OrderedDict[str, _Resident] = OrderedDict()
+        self._crowded_out: set[str] = set()
+        """Digests of those that had no room since an adapter went out of use: they need not be read again."""
         self._lock = threading.Lock()
         self._loading = threading.Lock()
         self._watch: AdapterWatch | None = None
@@ -50,7 +55,7 @@ class AdapterStore:
         held: list[LoraUse] = []
         try:
             for use in uses:
-                self._hold(use)
+                self._hold(use, held)
                 held.append(use)
         except AdapterUnavailable:
             self.release(held)
@@ -59,7 +64,10 @@ class AdapterStore:
     def release(self, uses: Sequence[LoraUse]) -> None:
         with self._lock:
             for use in uses:
-                self._residents[use.digest].holds -= 1
+                resident = self._residents[use.digest]
+                resident.holds -= 1
+                if not resident.holds:
+                    self._crowded_out.clear()
 
     def get(self, digest: str) -> Adapter | None:
         """Return a resident adapter."""
@@ -82,20 +90,27 @@ class AdapterStore:
         with self._lock:
             return self._size()
 
-    def _hold(self, use: LoraUse) -> None:
-        if self._take(use):
+    def _hold(self, use: LoraUse, beside: Sequence[LoraUse]) -> None:
+        """Hold an adapter of a request that holds those of `beside` already."""
+        if self._take(use, beside):
             return
         with self._loading:
-            if self._take(use):
+            if self._take(use, beside):
                 return  # somebody else has loaded it meanwhile
+            with self._lock:
+                if use.digest in self._crowded_out:
+                    raise _full(use)
             began = time.perf_counter()
             try:
                 adapter = self._read(use)
                 with self._lock:
-                    self._make_room(use.name, adapter.size)
+                    self._check_room(use, adapter, beside)
+                    self._make_room(adapter.size)
                     self._residents[use.digest] = _Resident(use.name, adapter, holds=1)
                     self.loads += 1
                     count, size = len(self._residents), self._size()
+            except AdaptersFull:
+                raise
             except Exception:
                 if self._watch is not None:
                     self._watch.count_adapter_failure()
@@ -104,11 +119,13 @@ class AdapterStore:
                 self._watch.count_adapter_load(time.perf_counter() - began)
                 self._watch.show_adapters(count, size)
 
-    def _take(self, use: LoraUse) -> bool:
+    def _take(self, use: LoraUse, beside: Sequence[LoraUse]) -> bool:
         with self._lock:
             resident = self._residents.get(use.digest)
             if resident is None:
                 return False
+            if not resident.holds:
+                self._check_room(use, resident.adapter, beside)
             resident.holds += 1
             self._residents.move_to_end(use.digest)
             return True
@@ -127,12 +144,26 @@ class AdapterStore:
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise AdapterUnavailable(f"adapter {use.name}: the device has no memory for it") from error
 
-    def _make_room(self, name: str, size: int) -> None:
-        """Let go of unused adapters until one of `size` bytes fits."""
+    def _check_room(self, use: LoraUse, adapter: Adapter, beside: Sequence[LoraUse]) -> None:
+        """Raise `AdapterUnavailable` if an adapter has no room beside those in use, or with its request's own."""
+        used = {digest: resident.adapter for digest, resident in self._residents.items() if resident.holds}
+        used[use.digest] = adapter
+        if stacked_size(used.values()) <= self._capacity:
+            return
+        needed = stacked_size([used[digest] for digest in {use.digest, *(each.digest for each in beside)}])
+        if needed > self._capacity:
+            mib = 2**20
+            message = (
+                f"{needed / mib:.1f} MiB are needed, and this worker has {self._capacity / mib:.1f} (lora_memory_mb)"
+            )
+            raise AdapterUnavailable(f"adapter {use.name}: {message}")
+        self._crowded_out.add(use.digest)
+        raise _full(use)
+
+    def _make_room(self, size: int) -> None:
+        """Let go of unused adapters until one of `size` bytes fits, for which there is room beside those in use."""
         idle = [digest for digest, resident in self._residents.items() if not resident.holds]
         free = self._capacity - self._size()
-        if free + sum(self._residents[digest].adapter.size for digest in idle) < size:
-            raise AdapterUnavailable(f"adapter {name}: no room beside the adapters in use (lora_memory_mb)")
         while free < size:
             free += self._residents.pop(idle.pop(0)).adapter.size
             self.evictions += 1
@@ -141,3 +172,7 @@ class AdapterStore:
 
     def _size(self) -> int:
         return sum(resident.adapter.size for resident in self._residents.values())
+
+
+def _full(use: LoraUse) -> AdaptersFull:
+    return AdaptersFull(f"adapter {use.name}: no room beside the adapters in use (lora_memory_mb)")

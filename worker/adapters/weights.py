@@ -1,8 +1,10 @@
 """From an adapter's folder to factors for this model's linear layers."""
 
+import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -30,6 +32,17 @@ class Adapter:
     def size(self) -> int:
         """Bytes."""
         return sum(a.nbytes + b.nbytes for a, b in (*self.factors.values(), *self.of_text.values()))
+
+
+def stacked_size(adapters: Collection[Adapter]) -> int:
+    """Return the most bytes that adapters take side by side: each linear has room for the highest rank of all."""
+    wide: dict[Linear, float] = {}
+    for adapter in adapters:
+        for linear, (a, b) in chain(adapter.factors.items(), adapter.of_text.items()):
+            wide[linear] = max(wide.get(linear, 0.0), (a.nbytes + b.nbytes) / adapter.rank)
+    sides = 2 if any(adapter.of_text for adapter in adapters) else 1
+    rank = max((adapter.rank for adapter in adapters), default=0)
+    return math.ceil(sides * len(adapters) * rank * sum(wide.values()))
 
 
 def ends_of(linear: Linear) -> tuple[int, ...]:
