@@ -35,7 +35,16 @@ _FIXED: Mapping[str, tuple[object, ...]] = {
     "alpha_pattern": ({}, None),
     "target_parameters": (None, []),
     "trainable_token_indices": (None, [], {}),
+    "alora_invocation_tokens": (None,),
+    "use_bdlora": (None, False),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "layer_replication": (None,),
 }
+# Ways to begin a training that leave the base model's weights as they are; the others take from these what the
+# adapter begins with, unless it is converted when it is saved.
+_BEGINNINGS = ("gaussian", "eva", "orthogonal")
 
 Shape = tuple[int, int]
 Targets = Mapping[str, Shape]
@@ -100,6 +109,15 @@ def check_adapter(folder: Path, targets: Targets) -> AdapterFacts:
             raise InvalidAdapter(key, f"{_shown(config[key])} is not supported, only {allowed[0]!r}")
     if "peft_type" not in config:
         raise InvalidAdapter("peft_type", "is missing; only 'LORA' is supported")
+    begun = config.get("init_lora_weights")
+    if begun is not None and not isinstance(begun, bool) and begun not in _BEGINNINGS:
+        message = (
+            f"{_shown(begun)} changes the base model's weights too: save the adapter with "
+            "path_initial_model_for_weight_conversion, which makes it one of the model as it was"
+        )
+        raise InvalidAdapter("init_lora_weights", message)
+    if not isinstance(config.get("use_rslora"), bool | None):
+        raise InvalidAdapter("use_rslora", f"must be true or false, not {_shown(config['use_rslora'])}")
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= MOST_RANK:
         raise InvalidAdapter("r", f"must be a whole number from 1 to {MOST_RANK}, not {_shown(rank)}")

@@ -346,7 +346,7 @@ class Bridge:
             failed = Failed(slot.id, claim.seq + 1, slot.epoch, "unsupported", str(error), "lora")
             if isinstance(error, AdaptersFull):
                 # As one that waits for a slot does, however often.
-                log.info("request waits: %s", error, extra={"request_id": slot.id})
+                log.debug("request waits: %s", error, extra={"request_id": slot.id})
                 self._append(slot, _HandBack(_FULL_DELAY_MS))
             elif isinstance(error, AdapterFaulty):
                 log.warning("request refused: %s", error, extra={"request_id": slot.id})

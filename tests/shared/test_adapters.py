@@ -66,6 +66,8 @@ def test_a_good_adapter_tells_its_rank_factor_and_modules(tmp_path: Path) -> Non
     assert facts.parameters == 4 * (14 + 14 + 18)
     stable = check_adapter(write(tmp_path / "b", GOOD | {"use_rslora": True}), TARGETS)
     assert stable.factor == 8.0
+    for begun in (True, False, None, "gaussian", "eva", "orthogonal"):
+        assert check_adapter(write(tmp_path / "d", GOOD | {"init_lora_weights": begun}), TARGETS) == facts
     pattern = check_adapter(write(tmp_path / "c", GOOD | {"target_modules": ".*"}), TARGETS)
     assert pattern.modules == facts.modules
 
@@ -90,6 +92,17 @@ def test_a_good_adapter_tells_its_rank_factor_and_modules(tmp_path: Path) -> Non
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
         ({"alpha_pattern": {"q_proj": 2}}, "alpha_pattern"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+        ({"use_rslora": "yes"}, "use_rslora"),
+        ({"use_rslora": 1}, "use_rslora"),
+        ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights"),
+        ({"init_lora_weights": ["gaussian"]}, "init_lora_weights"),
+        ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens"),
+        ({"use_bdlora": {"nblocks": 2}}, "use_bdlora"),
+        ({"arrow_config": {}}, "arrow_config"),
+        ({"kasa_config": {}}, "kasa_config"),
+        ({"monteclora_config": {}}, "monteclora_config"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication"),
         ({"target_modules": ["q_proj", "down", "k_proj"]}, "target_modules"),
         ({"target_modules": ["q_proj"]}, "target_modules"),
         ({"target_modules": None}, "target_modules"),
@@ -292,7 +305,9 @@ def test_any_bytes_are_either_refused_or_name_no_tensor(tmp_path: Path, content:
 
 @given(value=st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists, max_leaves=4))
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@pytest.mark.parametrize("field", ["r", "lora_alpha", "target_modules", "bias", "peft_type", "use_rslora"])
+@pytest.mark.parametrize(
+    "field", ["r", "lora_alpha", "target_modules", "bias", "peft_type", "use_rslora", "init_lora_weights"]
+)
 def test_any_value_in_a_field_is_taken_or_refused_by_name(tmp_path: Path, field: str, value: object) -> None:
     try:
         check_adapter(write(tmp_path / "a", GOOD | {field: value}), TARGETS)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.lora import Factors, assign
-from worker.adapters.weights import Adapter, ends_of
+from worker.adapters.weights import Adapter, ends_of, room_for
 from worker.models.layers import Adapted, Linear, LowRank
 
 Uses = tuple[tuple[str, float], ...]
@@ -84,9 +84,7 @@ class AdapterStack:
 def empty_factors(linear: Linear, adapters: int, rank: int, dtype: torch.dtype) -> Factors:
     """Return zeros for so many adapters of a linear, with room for a rank at least."""
     (outputs, inputs), ends, device = linear.weight.shape, ends_of(linear), linear.weight.device
-    if device.type == "cuda":
-        # Kernels are compiled for strides that are multiples of 16, and anew for others.
-        rank = -(-rank // 16) * 16
+    rank = room_for(rank, device)
     return Factors(
         torch.zeros((adapters, len(ends) * rank, inputs), dtype=dtype, device=device),
         torch.zeros((adapters, outputs, rank), dtype=dtype, device=device),

@@ -37,12 +37,19 @@ class Adapter:
 def stacked_size(adapters: Collection[Adapter]) -> int:
     """Return the most bytes that adapters take side by side: each linear has room for the highest rank of all."""
     wide: dict[Linear, float] = {}
+    room = 0
     for adapter in adapters:
         for linear, (a, b) in chain(adapter.factors.items(), adapter.of_text.items()):
             wide[linear] = max(wide.get(linear, 0.0), (a.nbytes + b.nbytes) / adapter.rank)
+            room = max(room, room_for(adapter.rank, a.device))
     sides = 2 if any(adapter.of_text for adapter in adapters) else 1
-    rank = max((adapter.rank for adapter in adapters), default=0)
-    return math.ceil(sides * len(adapters) * rank * sum(wide.values()))
+    return math.ceil(sides * len(adapters) * room * sum(wide.values()))
+
+
+def room_for(rank: int, device: torch.device) -> int:
+    """Return the rank that adapters of at most `rank` are kept with side by side."""
+    # Kernels are compiled for strides that are multiples of 16, and anew for others.
+    return -(-rank // 16) * 16 if device.type == "cuda" else rank
 
 
 def ends_of(linear: Linear) -> tuple[int, ...]:
