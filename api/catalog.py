@@ -23,6 +23,8 @@ from shared.text import InvalidText, InvalidTokenizer, TemplateError, Tokenizer
 logger = logging.getLogger("diffleet.api")
 
 _DECODING: TypeAdapter[Decoding] = TypeAdapter(Decoding)
+_MOST_NAMES = 20
+"""Of a model's adapters in a complaint."""
 _LONG_TEXT = 2_048
 """Characters from which encoding (0.1 to 0.3 microseconds each) leaves the event loop to the others. A burst of long
 prompts would else all be encoded before the first of them is queued."""
@@ -84,11 +86,16 @@ class Catalog:
         asked += [(choice.name, choice.scale, f"lora[{index}].name") for index, choice in enumerate(lora or ())]
         if not asked:
             return model
-        known = {record.name: record for record in await self._fleet.adapters(model.card.name)}
+        known = await self._fleet.find_adapters(model.card.name, [wanted for wanted, _, _ in asked])
         for wanted, _, param in asked:
             if wanted not in known:
-                raise _no_adapter(model.card.name, wanted, list(known), param)
+                names = [record.name for record in await self._fleet.adapters(model.card.name)]
+                raise _no_adapter(model.card.name, wanted, names, param)
         return replace(model, adapters=tuple(known[wanted].use(scale) for wanted, scale, _ in asked))
+
+    async def adapter(self, model: str, name: str) -> AdapterRecord | None:
+        """Return an adapter of a model."""
+        return (await self._fleet.find_adapters(model, [name])).get(name)
 
     async def adapters(self, model: str) -> Sequence[AdapterRecord]:
         """Return the adapters that are registered for a model."""
@@ -126,7 +133,8 @@ def _unknown(name: str, known: Sequence[str]) -> ApiError:
 
 
 def _no_adapter(model: str, name: str, known: Sequence[str], param: str) -> ApiError:
-    has = f"its adapters are {', '.join(known)}" if known else "it has none"
+    first = ", ".join(known[:_MOST_NAMES]) + (f" and {len(known) - _MOST_NAMES} more" if known[_MOST_NAMES:] else "")
+    has = f"its adapters are {first}" if known else "it has none"
     message = f"model {model} has no adapter {name[:96]!r}: {has}"
     return ApiError(404, "model_not_found" if param == "model" else "adapter_not_found", message, param)
 

@@ -1,6 +1,6 @@
 """What the front needs of the fleet; `shared.client.FleetClient` is the one that talks to Redis."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Protocol
 
 from shared.card import ModelCard
@@ -53,6 +53,10 @@ class Fleet(Protocol):
 
     async def tokenizer(self, card: ModelCard) -> Tokenizer:
         """Raises `shared.text.InvalidTokenizer`."""
+        ...
+
+    async def find_adapters(self, model: str, names: Sequence[str]) -> Mapping[str, AdapterRecord]:
+        """Return those of the named adapters that the model has."""
         ...
 
     async def adapters(self, model: str) -> Sequence[AdapterRecord]:

@@ -486,6 +486,10 @@ class FleetClient:
         self._cards[name] = (time.monotonic(), card)
         return card
 
+    async def find_adapters(self, model: str, names: Sequence[str]) -> dict[str, AdapterRecord]:
+        """Return those of the named adapters that are registered for a model."""
+        return await AdapterRegistry(self._link).find(model, names)
+
     async def adapters(self, model: str) -> list[AdapterRecord]:
         """Return the adapters that are registered for a model, by name; `AdapterRecord.use` is what a command takes."""
         return await AdapterRegistry(self._link).list(model)

@@ -1,5 +1,7 @@
 """The fleet's registry of adapters: which names requests may use, and where in the model store each one lies."""
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import orjson
@@ -7,6 +9,8 @@ import orjson
 from shared.commands import LoraUse
 from shared.connection import Link
 from shared.keys import loras
+
+ADAPTER_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +43,14 @@ class AdapterRegistry:
         """Forget an adapter and return whether it was there; requests that were submitted with it still run."""
         return bool(await self._link.command("HDEL", loras(model), name))
 
-    async def find(self, model: str, name: str) -> AdapterRecord | None:
-        found: bytes | None = await self._link.read("HGET", loras(model), name)
-        return None if found is None else _record(found)
+    async def find(self, model: str, names: Sequence[str]) -> dict[str, AdapterRecord]:
+        """Return those of the named adapters that exist; any name will do. As cheap among thousands as among few."""
+        asked = [name for name in names if ADAPTER_NAME.fullmatch(name)]
+        if not asked:
+            return {}
+        found: list[bytes | None] = await self._link.read("HMGET", loras(model), *asked)
+        records = {name: _record(content) for name, content in zip(asked, found, strict=True) if content is not None}
+        return {name: record for name, record in records.items() if record is not None}
 
     async def list(self, model: str) -> list[AdapterRecord]:
         """Return the adapters of a model by name."""

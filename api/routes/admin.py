@@ -21,7 +21,7 @@ from shared.card import ModelCard
 from shared.dead_letters import DeadLetter
 from shared.hook_places import hook_partitions
 from shared.keys import model_of, ulid
-from shared.lora import AdapterRecord
+from shared.lora import ADAPTER_NAME, AdapterRecord
 from shared.roster import WorkerInfo
 from shared.webhooks import Undelivered
 
@@ -29,7 +29,7 @@ router = APIRouter(tags=["admin"], prefix="/admin")
 
 
 class AdapterBody(StrictBody):
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}$", description="What requests call it.")
+    name: str = Field(pattern=ADAPTER_NAME.pattern, description="What requests call it.")
     path: str = Field(min_length=1, max_length=4096, description="Its folder in the model store, as PEFT writes it.")
     model: str | None = Field(default=None, description="May be left out where only one model is served.")
 

@@ -35,9 +35,9 @@ async def get_model(name: str, services: ServicesDep) -> Response:
     card = await services.catalog.card(base)
     if not colon:
         return json_response(_entry(card))
-    for record in await services.catalog.adapters(base):
-        if record.name == adapter:
-            return json_response(_adapter(card, record))
+    record = await services.catalog.adapter(base, adapter)
+    if record is not None:
+        return json_response(_adapter(card, record))
     raise ApiError(404, "model_not_found", f"model {base} has no adapter {adapter[:96]!r}", "model")
 
 

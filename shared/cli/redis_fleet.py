@@ -80,7 +80,7 @@ async def _command(fleet: FleetClient, question: Question, frames: bool) -> Gene
 
 
 async def _loras(fleet: FleetClient, model: str, question: Question) -> tuple[LoraUse, ...]:
-    known = {record.name: record for record in await fleet.adapters(model)}
+    known = await fleet.find_adapters(model, [name for name, _ in question.loras])
     for name, _ in question.loras:
         if name not in known:
             raise stop_unknown(model, name)

@@ -152,6 +152,9 @@ class ScriptedFleet:
     async def tokenizer(self, card: ModelCard) -> Tokenizer:
         return byte_level()
 
+    async def find_adapters(self, model: str, names: Sequence[str]) -> Mapping[str, AdapterRecord]:
+        return {record.name: record for record in await self.adapters(model) if record.name in names}
+
     async def adapters(self, model: str) -> Sequence[AdapterRecord]:
         self._check()
         return self.registered

@@ -9,7 +9,9 @@ import pytest
 from api.catalog import ServedModel
 from shared.card import ModelCard
 from shared.decoding import Threshold
+from shared.lora import AdapterRecord
 from shared.text import Message, Tokenizer
+from tests.api.scripted import Caller, ScriptedFleet
 
 CARD = ModelCard("tiny", "sdar", 64, 4, False, {}, 0.0, (), (1,), 0, 8, {})
 WORDS = "word " * 1_000
@@ -38,3 +40,27 @@ async def test_others_are_served_while_a_prompt_of_a_thousand_words_is_encoded(c
     await asyncio.sleep(0)
     slow.turn.set()
     assert await task == [1]
+
+
+def adapter(name: str) -> AdapterRecord:
+    return AdapterRecord(name, f"team/{name}", "0" * 64, 4, 100, 1)
+
+
+async def test_adapters_that_a_request_names_reach_the_command_in_its_order(
+    caller: Caller, fleet: ScriptedFleet
+) -> None:
+    fleet.registered = [adapter(name) for name in ("elk", "fox", "owl")]
+    body = {"prompt": "x", "model": "org/demo:owl", "lora": [{"name": "fox", "scale": 0.5}, {"name": "owl"}]}
+    assert (await caller.post("/generate", body)).status == 200
+    assert fleet.commands[0].lora == (adapter("owl").use(), adapter("fox").use(0.5), adapter("owl").use())
+    assert (await caller.get("/v1/models/org/demo:fox")).json()["root"] == "team/fox"
+
+
+async def test_an_unknown_adapter_is_named_and_of_the_known_ones_a_few(caller: Caller, fleet: ScriptedFleet) -> None:
+    fleet.registered = [adapter(f"a{number:03}") for number in range(500)]
+    for body, param in (({"model": "org/demo:fox"}, "model"), ({"lora": [{"name": "fox"}]}, "lora[0].name")):
+        answer = await caller.post("/generate", {"prompt": "x"} | body)
+        assert (answer.status, answer.error["param"]) == (404, param)
+        assert "no adapter 'fox': its adapters are a000, a001" in answer.error["message"]
+        assert answer.error["message"].endswith("a019 and 480 more")
+    assert (await caller.get("/v1/models/org/demo:fox")).status == 404

@@ -171,6 +171,35 @@ def test_pickles_paths_outside_and_models_without_adapters_are_refused(
     assert "bad" not in {entry["name"] for entry in http.get("/admin/loras").json()["data"]}
 
 
+def test_more_adapters_at_one_time_than_a_worker_has_memory_for_take_turns(
+    http: httpx.Client, spawn_worker: SpawnWorker, tiny_model: Path, store: Path
+) -> None:
+    pool, count = "crowded", 9
+    shapes, weights = shapes_of(find_targets(load_model(tiny_model))), read_weights(tiny_model)
+    # A MiB has room for four of these.
+    for seed in range(count):
+        write_adapter(store / f"wide-{seed}", weights, shapes, rank=16, seed=seed)
+    worker = spawn_worker(pool, "--model-store", str(store), "--lora-memory-mb", "1").wait_ready()
+    for seed in range(count):
+        reply = http.post("/admin/loras", json={"name": f"w{seed}", "path": f"wide-{seed}", "model": pool})
+        assert reply.status_code == 200, reply.text
+    alone = [answer(http, model=f"{pool}:w{seed}") for seed in range(count)]
+
+    async def crowd() -> list[httpx.Response]:
+        asked = {"prompt": PROMPT, "max_tokens": 12, "ignore_eos": True, "temperature": 0}
+        async with httpx.AsyncClient(base_url=str(http.base_url), timeout=120) as client:
+            bodies = [asked | {"model": f"{pool}:w{number % count}"} for number in range(4 * count)]
+            return await asyncio.gather(*(client.post("/generate", json=body) for body in bodies))
+
+    replies = asyncio.run(crowd())
+
+    assert [(reply.status_code, reply.json().get("token_ids")) for reply in replies] == [
+        (200, tokens) for tokens in alone * 4
+    ]
+    assert worker.metrics()["diffleet_handed_back_total"] > 0, "there was room for all"
+    worker.end()
+
+
 async def test_what_was_accepted_before_an_adapter_was_deleted_is_finished(
     http: httpx.Client, fleet: FleetClient
 ) -> None:
