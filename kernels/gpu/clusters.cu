@@ -1,10 +1,11 @@
 // One output tile per block, y = x W^T, for Hopper: blocks of a cluster share what they read and add up what they made.
 //
-// WG      warp groups that multiply, each 64 rows of the weights and all tokens of the tile
-// TOKENS  of a tile. TOKENS_IN_CLUSTER blocks of a cluster have other tokens and the same weights,
-// ROWS_IN_CLUSTER have other weights and the same tokens, SPLITS have the same tile, each a stretch of the inputs
+// WG      warp groups that multiply, each 64 rows of the tile's tall side: of the weights, or of the tokens if SWAPPED
+// ROWS, TOKENS       of a tile. TOKENS_IN_CLUSTER blocks of a cluster have other tokens and the same weights,
+// ROWS_IN_CLUSTER    have other weights and the same tokens,
+// SPLITS             have the same tile, each a stretch of the inputs
 // STAGES  buffers of 64 inputs
-// WIDTH   tokens that one instruction takes
+// WIDTH   rows of the other side that one instruction takes
 // REGISTERS  0, or how many a worker takes over from a warp group that only loads
 // GATED   1: rows come as eight of the gate and eight of what it lets through in turn; the output is silu(gate) * up
 //
@@ -18,7 +19,6 @@ struct __align__(64) TensorMap {
   char opaque[128];
 };
 
-constexpr int ROWS = WG * 64;
 constexpr int CLUSTER = TOKENS_IN_CLUSTER * ROWS_IN_CLUSTER * SPLITS;
 constexpr int READERS = TOKENS_IN_CLUSTER + ROWS_IN_CLUSTER - 1;
 constexpr int W_BYTES = ROWS * 128;
@@ -26,8 +26,10 @@ constexpr int X_BYTES = TOKENS * 128;
 constexpr int STAGE_BYTES = W_BYTES + X_BYTES;
 constexpr int WORKERS = WG * 128;
 constexpr int THREADS = WORKERS + (REGISTERS ? 128 : 32);
-constexpr int SUMS = TOKENS / 2;
+constexpr int SIDE = SWAPPED ? ROWS : TOKENS;
+constexpr int SUMS = SIDE / 2;
 constexpr int PORTION = TOKENS / SPLITS;
+constexpr int W_FIRST = (ROWS / 8 + TOKENS_IN_CLUSTER - 1) / TOKENS_IN_CLUSTER * 8;  // rows that each loads but the last
 constexpr int COLUMNS = GATED ? 32 : 64;  // of the output, by one warp group
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
@@ -131,8 +133,9 @@ __device__ __forceinline__ float widen(u16 narrow) {
 __device__ __forceinline__ float gate(float value, float up) { return __fdividef(value, 1.0f + __expf(-value)) * up; }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    product(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map,
-            const __grid_constant__ TensorMap out_map, const u16* bias, int columns, int token_groups, int steps) {
+    product(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap w_last_map,
+            const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap out_map, u16* out_pointer,
+            const u16* bias, int tokens, int columns, int token_groups, int steps) {
   extern __shared__ char dynamic[];
   __shared__ u64 filled[STAGES], emptied[STAGES];
 
@@ -170,14 +173,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       u16 x_mask = 0;
       for (int other = 0; other < ROWS_IN_CLUSTER; other++)
         x_mask |= 1 << (ct + TOKENS_IN_CLUSTER * (other + ROWS_IN_CLUSTER * cs));
-      const u32 w_base = base + ct * (W_BYTES / TOKENS_IN_CLUSTER);
+      const TensorMap* w_part = ct == TOKENS_IN_CLUSTER - 1 ? &w_last_map : &w_map;
+      const u32 w_base = base + ct * W_FIRST * 128;
       const u32 x_base = base + STAGES * W_BYTES + cr * (X_BYTES / ROWS_IN_CLUSTER);
-      const int w_row = row + ct * (ROWS / TOKENS_IN_CLUSTER), x_token = token + cr * (TOKENS / ROWS_IN_CLUSTER);
+      const int w_row = row + ct * W_FIRST, x_token = token + cr * (TOKENS / ROWS_IN_CLUSTER);
       const int ahead = min(STAGES, count);
       // Weights depend on no other kernel.
       for (int step = 0; step < ahead; step++) {
         expect(full + 8 * step);
-        load_weights(w_base + step * W_BYTES, &w_map, full + 8 * step, (first + step) * 64, w_row, w_mask);
+        load_weights(w_base + step * W_BYTES, w_part, full + 8 * step, (first + step) * 64, w_row, w_mask);
       }
       asm volatile("griddepcontrol.wait;" ::: "memory");
       asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -187,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const int stage = step % STAGES;
         wait(empty + 8 * stage, (step / STAGES & 1) ^ 1);
         expect(full + 8 * stage);
-        load_weights(w_base + stage * W_BYTES, &w_map, full + 8 * stage, (first + step) * 64, w_row, w_mask);
+        load_weights(w_base + stage * W_BYTES, w_part, full + 8 * stage, (first + step) * 64, w_row, w_mask);
         load_tokens(x_base + stage * X_BYTES, &x_map, full + 8 * stage, (first + step) * 64, x_token, x_mask);
       }
     }
@@ -219,17 +223,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                                                 : ct + TOKENS_IN_CLUSTER * (other + ROWS_IN_CLUSTER * cs);
     reader = remote_address(empty, lane < READERS ? target : rank);
   }
-  const u64 w_tile = describe(base + wg * 8192), x_tile = describe(base + STAGES * W_BYTES);
+  const u32 x_start = base + STAGES * W_BYTES;
+  const u64 tall_tile = describe((SWAPPED ? x_start : base) + wg * 8192), side_tile = describe(SWAPPED ? base : x_start);
   int stage = 0, parity = 0, before = 0;
   for (int step = 0; step < count; step++) {
     wait(full + 8 * stage, parity);
-    const u64 w = w_tile + (u64)(stage * (W_BYTES / 16)), x = x_tile + (u64)(stage * (X_BYTES / 16));
+    const u64 tall = tall_tile + (u64)(stage * ((SWAPPED ? X_BYTES : W_BYTES) / 16));
+    const u64 side = side_tile + (u64)(stage * ((SWAPPED ? W_BYTES : X_BYTES) / 16));
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
     for (int k = 0; k < 4; k++)
 #pragma unroll
-      for (int part = 0; part < TOKENS / WIDTH; part++)
-        multiply(d + part * (WIDTH / 2), w + 2 * k, x + 2 * k + part * WIDTH * 8);
+      for (int part = 0; part < SIDE / WIDTH; part++)
+        multiply(d + part * (WIDTH / 2), tall + 2 * k, side + 2 * k + part * WIDTH * 8);
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
     // What it has read came and went by the copy engine and the matrix units: there is nothing to publish.
@@ -254,6 +260,49 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     workers_meet();
   }
 
+#if SWAPPED
+  // A thread has rows r and r + 8 of its warp's 16 tokens: of two splits each adds up one of them.
+  constexpr int EIGHTS = ROWS / 8;
+  constexpr int PITCH = (EIGHTS | 1) * 16;  // an odd number of 16 bytes, so that rows begin in different banks
+  static_assert(SPLITS <= 2 && !GATED, "two splits, no gate");
+#if SPLITS > 1
+  const u32 mine = base + threadIdx.x * 8;
+  const u32 there = remote_address(mine, ct + TOKENS_IN_CLUSTER * (cr + ROWS_IN_CLUSTER * (1 - cs)));
+#pragma unroll
+  for (int i = 0; i < EIGHTS; i++)
+    asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(there + i * WORKERS * 8),
+                 "f"(cs ? d[4 * i] : d[4 * i + 2]), "f"(cs ? d[4 * i + 1] : d[4 * i + 3]) : "memory");
+  cluster_publish();
+  cluster_wait();
+#endif
+  const u32 area = base + (SPLITS > 1 ? EIGHTS * WORKERS * 8 : 0) + warp * (16 / SPLITS * PITCH);
+#pragma unroll
+  for (int i = 0; i < EIGHTS; i++) {
+    const int column = row + 8 * i + 2 * (lane % 4);
+    const float first = bias && column < columns ? widen(bias[column]) : 0.0f;
+    const float second = bias && column < columns ? widen(bias[column + 1]) : 0.0f;
+    const u32 spot = area + lane / 4 * PITCH + i * 16 + lane % 4 * 4;
+#if SPLITS > 1
+    float other[2];
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(other[0]), "=f"(other[1]) : "r"(mine + i * WORKERS * 8) : "memory");
+    const u32 value = pack((cs ? d[4 * i + 2] : d[4 * i]) + other[0] + first, (cs ? d[4 * i + 3] : d[4 * i + 1]) + other[1] + second);
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(spot), "r"(value) : "memory");
+#else
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(spot), "r"(pack(d[4 * i] + first, d[4 * i + 1] + second)) : "memory");
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(spot + 8 * PITCH), "r"(pack(d[4 * i + 2] + first, d[4 * i + 3] + second)) : "memory");
+#endif
+  }
+  __syncwarp();
+  const int first_token = token + wg * 64 + place * 16 + (SPLITS > 1 ? 8 * cs : 0);
+  for (int chunk = lane; chunk < 16 / SPLITS * EIGHTS; chunk += 32) {
+    const int t = chunk / EIGHTS, column = row + chunk % EIGHTS * 8;
+    u32 v[4];
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                 : "r"(area + t * PITCH + chunk % EIGHTS * 16) : "memory");
+    if (first_token + t < tokens && column < columns)
+      *(uint4*)(out_pointer + (u64)(first_token + t) * columns + column) = make_uint4(v[0], v[1], v[2], v[3]);
+  }
+#else
   float sum[PORTION / 2];
   u32 staging = base;
 #if SPLITS > 1
@@ -342,4 +391,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
   }
+#endif
 }

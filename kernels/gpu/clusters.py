@@ -9,7 +9,7 @@ first.
 
 import ctypes
 import functools
-import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,9 +23,9 @@ _ALIGNMENT = 1024
 _BARRIERS = 256
 _LARGEST_CLUSTER = 8
 _MOST_SUMS = 768
-"""Groups times tokens: three fourths of the registers."""
-_MOST_OF_FOUR = 128
-"""Tokens of four groups, whose registers are fewer by what the copying warp has."""
+"""Groups times the side along an instruction: three fourths of the registers."""
+_MOST_OF_FOUR = 136
+"""Sides of four groups, whose registers are fewer by what the copying warp has."""
 _INPUTS = 64
 """Of a buffer: 128 bytes of each row, the widest swizzle."""
 
@@ -42,26 +42,38 @@ class Tiling:
     """Tiles of other weights and the same tokens in a cluster."""
     splits: int = 1
     """Blocks of a cluster that share a tile, each a stretch of the inputs."""
+    narrow: int = 0
+    """If not 0, the sides change places: warp groups have 64 tokens each, and this many rows of the weights. Then a
+    tile's rows can be as many as make the tiles of one turn, not only multiples of 64."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.groups <= 4 or not 1 <= self.cluster <= _LARGEST_CLUSTER:
             raise ValueError(f"{self}: up to 4 warp groups and {_LARGEST_CLUSTER} blocks in a cluster are possible")
         # Eight rows are a unit of the swizzle; an output's tokens leave by sixteens.
-        if self.rows % (8 * self.tokens_in_cluster) or self.tokens % (8 * self.rows_in_cluster):
+        if self.rows % 8 or self.rows < 8 * self.tokens_in_cluster or self.tokens % (8 * self.rows_in_cluster):
             raise ValueError(f"{self}: a cluster has to share its tiles by whole eights of rows")
-        if not 0 < self.tokens <= 256 or self.tokens % (16 * self.splits):
+        if not 0 < self.tokens <= 256 or self.tokens % (16 * self.splits) or self.rows > 256:
             raise ValueError(f"{self}: tokens must be a multiple of 16 for each split, at most 256")
-        if self.groups * self.tokens > _MOST_SUMS or (self.groups == 4 and self.tokens > _MOST_OF_FOUR):
+        if self.narrow and (self.tokens != 64 * self.groups or self.splits > 2):
+            raise ValueError(f"{self}: each warp group has 64 tokens, and there are two splits at most")
+        if self.registers and self.side % 16:
+            raise ValueError(f"{self}: an instruction takes half of so long a side")
+        if self.groups * self.side > _MOST_SUMS or (self.groups == 4 and self.side > _MOST_OF_FOUR):
             raise ValueError(f"{self}: the sums do not fit the registers")
 
     @property
     def rows(self) -> int:
-        return 64 * self.groups
+        return self.narrow or 64 * self.groups
+
+    @property
+    def side(self) -> int:
+        """Of the tile, the one that lies along an instruction: a thread has a sum for each two of it."""
+        return self.narrow or self.tokens
 
     @property
     def gates(self) -> bool:
         """Whether pairs of a gate and what it lets through end in the same thread, 32 tokens at a time."""
-        return self.tokens % (32 * self.splits) == 0 and self.rows % (16 * self.tokens_in_cluster) == 0
+        return not (self.narrow or self.tokens % (32 * self.splits) or self.rows % (16 * self.tokens_in_cluster))
 
     @property
     def cluster(self) -> int:
@@ -70,12 +82,12 @@ class Tiling:
     @property
     def registers(self) -> int:
         """Of a thread that multiplies, where its sums need more than an equal share; else 0."""
-        return 160 if self.groups == 3 and self.tokens > 192 else 0
+        return 160 if self.groups == 3 and self.side > 200 else 0
 
     @property
     def width(self) -> int:
-        """Tokens of one instruction, whose sums have to fit what a thread starts with."""
-        return self.tokens // 2 if self.registers else self.tokens
+        """Of one instruction, whose sums have to fit what a thread starts with."""
+        return self.side // 2 if self.registers else self.side
 
     @property
     def threads(self) -> int:
@@ -101,49 +113,96 @@ class Tiling:
         return Grid(blocks, self.threads, self.shared_bytes, self.cluster)
 
 
-# What an H100 does in a us, fitted to the times of sixty tilings (docs/benchmarks): operations and bytes from memory
-# and from the second-level cache by all its multiprocessors, bytes into one. Less than three fourths of them have not
-# been seen to draw all that memory gives. Weights that several clusters read cost a little more than those of one.
-_OPERATIONS, _FROM_MEMORY, _FROM_CACHE, _INTO_ONE = 792e6, 2.9e6, 9.5e6, 0.105e6
-_ENOUGH, _APART = 3 / 4, 1.05
-_LAUNCH_US, _EXCHANGE_US = 1.0, 2.0
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How many blocks, clusters of two and clusters of four of a device run at once.
 
+    A cluster lies within one of the parts that a device is made of, and how many multiprocessors work in each part
+    differs between devices of one kind.
+    """
 
-def expected_us(tiling: Tiling, rows: int, inputs: int, tokens: int, multiprocessors: int) -> float:
-    """Return how long a product should take: near the largest of its bounds, more where several are as large."""
-    blocks = tiling.grid(rows, tokens).blocks
-    at_once = multiprocessors // tiling.cluster * tiling.cluster
-    waves = -(-blocks // at_once)
-    running = min(blocks, at_once)
-    stretch = -(-inputs // (_INPUTS * tiling.splits)) * _INPUTS
-    loaded = tiling.rows / tiling.tokens_in_cluster + tiling.tokens / tiling.rows_in_cluster
-    memory = _FROM_MEMORY * min(1, running / (_ENOUGH * multiprocessors))
-    bounds = (
-        2 * tiling.rows * tiling.tokens * stretch * multiprocessors / _OPERATIONS,
-        2 * loaded * stretch * running / _FROM_CACHE,
-        2 * (tiling.rows + tiling.tokens) * stretch / _INTO_ONE,
-        2 * (rows + tokens) * inputs / waves / memory,
-    )
-    apart = _APART if tiling.token_clusters(tokens) > 1 and tiling.tokens_in_cluster == 1 else 1
-    wave = sum(bound**6 for bound in bounds) ** (1 / 6)
-    return waves * wave * apart + _LAUNCH_US + (tiling.splits > 1) * _EXCHANGE_US
+    singles: int
+    pairs: int
+    fours: int
 
-
-# Larger clusters lie within parts of the device whose sizes differ: 32 of four blocks take two turns.
-_CLUSTERS = ((1, 1, 1), (1, 2, 1), (2, 1, 1), (1, 1, 2))
+    def blocks(self, cluster: int) -> int:
+        return {1: self.singles, 2: 2 * self.pairs, 4: 4 * self.fours}[cluster]
 
 
 @functools.cache
-def choose(rows: int, inputs: int, tokens: int, multiprocessors: int, *, gated: bool) -> Tiling:
-    """Return the tiling that should be fastest, of those without a cluster and with one of two blocks."""
-    tilings = [
-        Tiling(groups, height, *cluster)
-        for tiles in range(1, 1 + max(2, -(-tokens // 64)))
-        if (height := max(64, -(-tokens // (32 * tiles)) * 32)) <= 256
-        for groups, cluster in itertools.product((1, 2, 3), _CLUSTERS)
-        if tiles % cluster[0] == 0 and not (gated and cluster[2] > 1)
-    ]
-    return min(tilings, key=lambda tiling: expected_us(tiling, rows, inputs, tokens, multiprocessors))
+def room_of(device: torch.device) -> Room:
+    return Room(*(driver.clusters_at_once(device, size) for size in (1, 2, 4)))
+
+
+# What an H100 does in a us, fitted to the times of 223 products by some hundred tilings (docs/benchmarks): operations,
+# bytes from memory, of weights and of tokens from the second-level cache, by all its multiprocessors, and bytes into
+# one. Tokens that all read at a time cost the cache little. Less than some 0.6 of the multiprocessors do not draw all
+# that memory gives. Each turn of tiles begins and ends anew.
+_OPERATIONS, _FROM_MEMORY, _WEIGHTS_FROM_CACHE, _TOKENS_FROM_CACHE, _INTO_ONE = 827e6, 3.165e6, 6.24e6, 27.7e6, 0.267e6
+_ENOUGH, _TURN_US, _EXCHANGE_US = 0.6, 2.4, 1.2
+_SHARPNESS = 3.6
+
+
+def expected_us(tiling: Tiling, rows: int, inputs: int, tokens: int, room: Room) -> float:
+    """Return how long a product should take: near the largest of its bounds, more where several are as large."""
+    blocks = tiling.grid(rows, tokens).blocks
+    at_once = room.blocks(tiling.cluster)
+    turns = -(-blocks // at_once)
+    running = min(blocks, at_once)
+    stretch = -(-inputs // (_INPUTS * tiling.splits)) * _INPUTS
+    weights, others = tiling.rows / tiling.tokens_in_cluster, tiling.tokens / tiling.rows_in_cluster
+    bounds = (
+        2 * tiling.rows * tiling.tokens * stretch * room.singles / _OPERATIONS,
+        2 * stretch * running * (weights / _WEIGHTS_FROM_CACHE + others / _TOKENS_FROM_CACHE),
+        2 * (tiling.rows + tiling.tokens) * stretch / _INTO_ONE,
+        2 * (rows + tokens) * inputs / turns / (_FROM_MEMORY * min(1, running / (_ENOUGH * room.singles))),
+    )
+    turn = sum(bound**_SHARPNESS for bound in bounds) ** (1 / _SHARPNESS) + _TURN_US
+    return turns * turn + (tiling.splits > 1) * _EXCHANGE_US
+
+
+# Only tilings that have been checked and timed on a card: groups, tokens, cluster.
+_GATED = (
+    *(Tiling(3, tokens, 1, 2) for tokens in (32, 64, 128, 160, 192, 256)),
+    *(Tiling(3, tokens, 2) for tokens in (128, 160, 192, 256)),
+    *(Tiling(3, tokens) for tokens in (32, 64, 128, 160, 192, 256)),
+    Tiling(2, 128, 1, 2),
+    Tiling(2, 256, 1, 2),
+    Tiling(2, 192, 2),
+    Tiling(2, 256, 2),
+)
+_PLAIN = (
+    *(Tiling(1, tokens) for tokens in (32, 64, 128)),
+    *(Tiling(1, tokens, 1, 2) for tokens in (32, 64, 96, 128, 192)),
+    *(Tiling(1, tokens, 2) for tokens in (32, 64, 96, 144, 192, 256)),
+    *(Tiling(2, tokens, 2) for tokens in (64, 96, 128, 192, 256)),
+    *(Tiling(3, tokens, 2) for tokens in (96, 128, 144, 160, 256)),
+    *(Tiling(1, tokens, 1, 1, 2) for tokens in (32, 128)),
+    *(Tiling(2, tokens, 1, 1, 2) for tokens in (128, 256)),
+    *(Tiling(3, tokens, 1, 1, 2) for tokens in (96, 128, 160)),
+)
+
+
+@functools.cache
+def choose(rows: int, inputs: int, tokens: int, room: Room, *, gated: bool) -> Tiling:
+    """Return the tiling that should be fastest."""
+    tilings = _GATED if gated else (*_PLAIN, *_narrow(rows, tokens, room))
+    # A cluster's second tile of tokens would be empty.
+    full = (tiling for tiling in tilings if tiling.tokens_in_cluster == 1 or tokens > tiling.tokens)
+    return min(full, key=lambda tiling: expected_us(tiling, rows, inputs, tokens, room))
+
+
+_LEAST_NARROW = 96
+
+
+def _narrow(rows: int, tokens: int, room: Room) -> Iterator[Tiling]:
+    """Yield tilings of twice 128 tokens, whole and by halves of the inputs, whose tiles make one turn."""
+    for splits in (1, 2):
+        cluster = 2 * splits
+        tiles = room.blocks(cluster) // cluster // -(-tokens // 256)
+        narrow = -(-rows // (8 * tiles)) * 8 if tiles else 0
+        if _LEAST_NARROW <= narrow <= 256:
+            yield Tiling(2, 128, 2, 1, splits, narrow)
 
 
 @functools.cache
@@ -181,16 +240,17 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Tiling, *, 
     out = torch.empty((tokens, columns), dtype=x.dtype, device=x.device)
     half = x.dtype == torch.float16
     element = Element.HALF if half else Element.BFLOAT16
-    part = tiling.rows // tiling.tokens_in_cluster
+    part = -(-tiling.rows // (8 * tiling.tokens_in_cluster)) * 8
+    last = tiling.rows - part * (tiling.tokens_in_cluster - 1)
     if gated:
         # Eight rows of the gate and eight of what it lets through in turn: both of a pair end in the same thread.
-        sizes, box = (inputs, 8, 2, columns // 8), (_INPUTS, 8, 2, part // 16)
+        sizes, boxes = (inputs, 8, 2, columns // 8), [(_INPUTS, 8, 2, count // 16) for count in (part, last)]
         strides = (inputs * 2, columns * inputs * 2, 8 * inputs * 2)
     else:
-        sizes, strides, box = (inputs, rows), (inputs * 2,), (_INPUTS, part)
+        sizes, strides, boxes = (inputs, rows), (inputs * 2,), [(_INPUTS, count) for count in (part, last)]
     wide = Swizzle.BYTES_128
     arguments = (
-        driver.describe(weight.data_ptr(), sizes, strides, box, wide, element),
+        *(driver.describe(weight.data_ptr(), sizes, strides, box, wide, element) for box in boxes),
         driver.describe(
             x.data_ptr(),
             (inputs, tokens),
@@ -207,19 +267,20 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Tiling, *, 
             Swizzle.BYTES_64 if gated else wide,
             element,
         ),
+        ctypes.c_uint64(out.data_ptr()),
         ctypes.c_uint64(0 if bias is None else bias.data_ptr()),
+        ctypes.c_int(tokens),
         ctypes.c_int(columns),
         ctypes.c_int(tiling.token_clusters(tokens)),
         ctypes.c_int(-(-inputs // _INPUTS)),
     )
-    device = x.device
-    function = _function(tiling, gated, half, torch.cuda.current_device() if device.index is None else device.index)
-    driver.launch(function, tiling.grid(rows, tokens), device, arguments)
+    function = _function(tiling, gated, half, x.device)
+    driver.launch(function, tiling.grid(rows, tokens), x.device, arguments)
     return out
 
 
 @functools.cache
-def _function(tiling: Tiling, gated: bool, half: bool, device: int) -> ctypes.c_void_p:
+def _function(tiling: Tiling, gated: bool, half: bool, device: torch.device) -> ctypes.c_void_p:
     return driver.load(source(tiling, gated=gated, half=half), "product", tiling.shared_bytes, device)
 
 
@@ -227,6 +288,8 @@ def source(tiling: Tiling, *, gated: bool, half: bool) -> str:
     """Return the kernel's text for a tiling."""
     names = {
         "WG": tiling.groups,
+        "SWAPPED": int(tiling.narrow > 0),
+        "ROWS": tiling.rows,
         "TOKENS": tiling.tokens,
         "TOKENS_IN_CLUSTER": tiling.tokens_in_cluster,
         "ROWS_IN_CLUSTER": tiling.rows_in_cluster,
@@ -241,15 +304,15 @@ def source(tiling: Tiling, *, gated: bool, half: bool) -> str:
     return defines + _instruction(tiling.width, "f16" if half else "bf16") + driver.read("clusters.cu")
 
 
-def _instruction(tokens: int, kind: str) -> str:
+def _instruction(width: int, kind: str) -> str:
     """Return `multiply` of `clusters.cu`: the instruction names each of its registers."""
-    count = tokens // 2
+    count = width // 2
     registers = ", ".join(f"%{i}" for i in range(count))
     operands = ", ".join(f'"+f"(d[{i}])' for i in range(count))
     return (
         "__device__ __forceinline__ void multiply(float* d, unsigned long long w, unsigned long long x) {\n"
         '  asm volatile("{\\n.reg .pred add;\\nsetp.ne.b32 add, 1, 0;\\n"\n'
-        f'      "wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.{kind}.{kind} {{{registers}}},"\n'
+        f'      "wgmma.mma_async.sync.aligned.m64n{width}k16.f32.{kind}.{kind} {{{registers}}},"\n'
         f'      " %{count}, %{count + 1}, add, 1, 1, 0, 0;\\n}}\\n" : {operands} : "l"(w), "l"(x));\n'
         "}\n"
     )

@@ -110,11 +110,20 @@ def _compile(nvrtc: ctypes.CDLL, text: str) -> bytes:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def load(text: str, name: str, shared_bytes: int, device: int) -> ctypes.c_void_p:
+def _bind(device: torch.device) -> None:
+    """Make a device's context the current one: this thread may have asked PyTorch for nothing yet."""
+    driver, context = _driver(), ctypes.c_void_p()
+    _check(driver.cuInit(0), "cuInit")
+    _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device.index), "cuDevicePrimaryCtxRetain")
+    _check(driver.cuCtxSetCurrent(context), "cuCtxSetCurrent")
+
+
+def load(text: str, name: str, shared_bytes: int, device: torch.device) -> ctypes.c_void_p:
     """Return the kernel `name` of a text on a device, allowed so many bytes of shared memory."""
     driver = _driver()
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     with torch.cuda.device(device):
+        _bind(device)
         _check(driver.cuModuleLoadData(ctypes.byref(module), compile_cubin(text)), "cuModuleLoadData")
         _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), "cuModuleGetFunction")
         _check(driver.cuFuncSetAttribute(function, _DYNAMIC_SHARED_BYTES, shared_bytes), "cuFuncSetAttribute")
@@ -171,23 +180,38 @@ class _Config(ctypes.Structure):
     )
 
 
-def launch(function: ctypes.c_void_p, grid: Grid, device: torch.device, arguments: Sequence[Any]) -> None:
-    """Launch on the current stream; arguments are ctypes values.
-
-    The kernel waits by itself for those in front of it (`kernels.gpu.overlap`).
-    """
+def _configure(grid: Grid, stream: int) -> _Config:
     attributes = (_Attribute * 2)()
     attributes[0].id = _OVERLAP
     attributes[0].value[0] = 1
     attributes[1].id = _CLUSTER_DIMENSION
     attributes[1].value[:3] = [grid.cluster, 1, 1]
-    config = _Config(
+    return _Config(
         grid=(grid.blocks, 1, 1),
         block=(grid.threads, 1, 1),
         shared=grid.shared_bytes,
-        stream=torch.cuda.current_stream(device).cuda_stream,
+        stream=stream,
         attributes=attributes,
         count=len(attributes),
     )
+
+
+def launch(function: ctypes.c_void_p, grid: Grid, device: torch.device, arguments: Sequence[Any]) -> None:
+    """Launch on the current stream; arguments are ctypes values.
+
+    The kernel waits by itself for those in front of it (`kernels.gpu.overlap`).
+    """
+    config = _configure(grid, torch.cuda.current_stream(device).cuda_stream)
     pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
     _check(_driver().cuLaunchKernelEx(ctypes.byref(config), function, pointers, None), "cuLaunchKernelEx")
+
+
+def clusters_at_once(device: torch.device, cluster: int) -> int:
+    """Return how many clusters run at once whose blocks each fill a multiprocessor."""
+    shared = 200 * 1024
+    function = load('extern "C" __global__ void nothing() {}', "nothing", shared, device)
+    count, config = ctypes.c_int(), _configure(Grid(cluster, 128, shared, cluster), 0)
+    with torch.cuda.device(device):
+        status = _driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), function, ctypes.byref(config))
+    _check(status, "cuOccupancyMaxActiveClusters")
+    return count.value

@@ -1,10 +1,13 @@
 """Twins of `kernels.linear`: clusters of blocks on Hopper, weight streaming for few tokens elsewhere, cuBLAS for many.
 
 Which is used follows from the shape and the number of tokens, by the times of `tests.bench.gpu.kernels`
-(docs/benchmarks). us on an H100, by clusters and by what was used before, 128 tokens: 20.2 and 21.2 for
-[6144, 4096], 14.1 and 15.2 for [4096, 4096], 39.1 and 40.8 for [4096, 12288]; [24576, 4096] with its gate for 128, 256,
-384 and 1,024 tokens: 70.0, 78.5, 104.4 and 276 where cuBLAS and a kernel for the gate take 82.6, 91.6, 112.0 and 301.
-Beyond 128 tokens products without a gate are cuBLAS's: 23.3 and 23.8, 27.7 and 19.5, 72.9 and 49.8 for 256.
+(docs/benchmarks). us on an H100, by clusters and by what is fastest without them:
+
+    tokens                         32          128          192          256          288          384         1,024
+    [6144, 4096]           18.6  21.5   20.6  21.7   21.4  23.2   22.0  24.1         27.7         28.8         70.0
+    [4096, 4096]           12.7  14.9   14.0  15.4   14.8  16.3   17.7  19.6   16.8  19.8   19.9  20.7         48.1
+    [4096, 12288]          36.6  40.5   38.8  40.3   41.5  50.9   44.8  49.0   49.4  62.9   56.4  75.0        132.9
+    [24576, 4096], gate    68.4  73.5   70.2  82.6   75.1  87.6   79.2  92.6   98.6  99.3  104.4 112.0   276.5 301.4
 
 Streaming: up to some 64 tokens a product is one pass over its weights, and what counts is bytes in flight. The weights
 are the left operand, so that they fill the 64 rows of a Hopper matrix instruction and the tokens are its short side.
@@ -33,7 +36,9 @@ _WIDE_TILES = 160
 
 # Up to here clusters are faster than either; smaller weights and wider outputs without a gate were not timed.
 _MAX_TOKENS_GATED = 2048
-_MAX_TOKENS_PLAIN = 128
+_MAX_TOKENS_PLAIN = 256
+_MAX_TOKENS_OF_FEW_OUTPUTS = 384
+_FEW_OUTPUTS = 5120
 _LEAST_WEIGHTS = 2**24
 
 
@@ -75,13 +80,13 @@ def _streams(x: Tensor, weight: Tensor, *, gated: bool) -> bool:
 
 def _clusters(x: Tensor, weight: Tensor, *, gated: bool) -> clusters.Tiling | None:
     tokens, (rows, inputs) = x.shape[0], weight.shape
-    most = _MAX_TOKENS_GATED if gated else _MAX_TOKENS_PLAIN
+    most = _MAX_TOKENS_OF_FEW_OUTPUTS if rows <= _FEW_OUTPUTS else _MAX_TOKENS_PLAIN
+    most = _MAX_TOKENS_GATED if gated else most
     if not 0 < tokens <= most or rows * inputs < _LEAST_WEIGHTS or (not gated and rows >= 64 * _WIDE_TILES):
         return None
     if not clusters.able(x.device) or not clusters.fits(x, weight, gated=gated):
         return None
-    multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
-    return clusters.choose(rows, inputs, tokens, multiprocessors, gated=gated)
+    return clusters.choose(rows, inputs, tokens, clusters.room_of(x.device), gated=gated)
 
 
 def choose_tiling(columns: int, inputs: int, tokens: int, *, gated: bool) -> Tiling:

@@ -75,7 +75,7 @@ def bench_linear(report: Report, pace: Pace) -> None:
                 calls = [partial(stream, x, w, None, tiling, gated=gated) for w in weights]
                 _try(report, pace, "linear", name, tokens, str(tiling), calls, gigabytes)
             if clusters.able(x.device):
-                tiling = clusters.choose(rows, inputs, tokens, 132, gated=gated)
+                tiling = clusters.choose(rows, inputs, tokens, clusters.room_of(x.device), gated=gated)
                 calls = [partial(clusters.multiply, x, w, None, tiling, gated=gated) for w in weights]
                 _try(report, pace, "linear", name, tokens, str(tiling), calls, gigabytes)
 
