@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Callable
-from collections.abc import Sequence as ReadOnly
 from dataclasses import dataclass
 
 import torch
@@ -79,10 +78,10 @@ def _measure(
     runner = Runner(model, pages, page_size, model.device, bank=bank)
     row = Row("", 0, (0,) * tokens, (tokens,) * tokens, tuple(range(pages)), None)
     plan = _peak(model.device, lambda: runner(Plan((row,))))
-    return plan, _measure_steps(runner, min(limits.max_rows, MAX_ROWS)) if limits.pages_ahead else 0
+    return plan, measure_steps(runner, min(limits.max_rows, MAX_ROWS)) if limits.pages_ahead else 0
 
 
-def _measure_steps(runner: Runner, max_rows: int) -> int:
+def measure_steps(runner: Runner, max_rows: int) -> int:
     """Return the bytes that all captured steps hold, judged by those of the most rows.
 
     The largest two, layers and head, allocate what the others share; of those that follow, each holds a little.
@@ -91,25 +90,43 @@ def _measure_steps(runner: Runner, max_rows: int) -> int:
     graphs = make_graphs(runner, max_rows)
     captures = AheadRunner(runner, graphs, bucket_sizes(max_rows)).captures()
     largest = [work for rows, work in captures if rows == captures[0][0]]
-    graphs.tidy()
-    free = [torch.cuda.mem_get_info(device)[0]]
+    grown = list[int]()
     for works in (largest[:2], largest[2:]):
+        graphs.tidy()
+        before = Held.of(device)
         for work in works:
             work()
         graphs.tidy()
-        free.append(torch.cuda.mem_get_info(device)[0])
-    return graphs.kept_bytes + extrapolate(free, 2, len(largest), len(captures))
+        grown.append(Held.of(device).since(before))
+    shared, rest = grown
+    return graphs.kept_bytes + extrapolate(shared, rest, 2, len(largest), len(captures))
 
 
-def extrapolate(free: ReadOnly[int], first: int, tried: int, count: int) -> int:
-    """Return what `count` things take, of which the `first` and then all that were `tried` left so much free.
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What this process holds of a device, seen from both sides."""
+
+    reserved: int
+    """By the allocator: all but graphs, kernels and libraries."""
+    free: int
+    """Left on the device; other processes may have a hand in it."""
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Held":
+        return cls(torch.cuda.memory_reserved(device), torch.cuda.mem_get_info(device)[0])
+
+    def since(self, before: "Held") -> int:
+        """Return by how much more is held: as the device says, but never less than the allocator knows of."""
+        return max(0, self.reserved - before.reserved, before.free - self.free)
+
+
+def extrapolate(shared: int, rest: int, first: int, tried: int, count: int) -> int:
+    """Return what `count` things take, of which the `first` took `shared` bytes and the others `tried` took the rest.
 
     What the first take they share with the others; those that follow are taken for equal.
     """
-    before, shared, after = free
     others = tried - first
-    each = -(-max(0, shared - after) // others) if others else 0
-    return max(0, before - shared) + each * (count - first)
+    return shared + (-(-rest // others) * (count - first) if others else 0)
 
 
 def _peak(device: torch.device, work: Callable[[], object]) -> int:
