@@ -1,12 +1,13 @@
 """Adapters at run time: peft's merged weights for every family, and rows of a batch that do not see each other's."""
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -243,14 +244,16 @@ class Loader:
         return Adapter(self.ranks.get(folder.name, 1), 1.0, factors)  # type: ignore[arg-type]
 
 
-def stored(tmp_path: Path, **sizes: int) -> tuple[AdapterStore, Loader, dict[str, LoraUse]]:
+def stored(
+    tmp_path: Path, clock: Callable[[], float] = time.monotonic, /, **sizes: int
+) -> tuple[AdapterStore, Loader, dict[str, LoraUse]]:
     for number, name in enumerate(sizes):
         folder = tmp_path / name
         folder.mkdir()
         (folder / "adapter_config.json").write_text("{}")
         save_file({"x": torch.full((1,), float(number))}, folder / WEIGHTS)
     loader = Loader(sizes)
-    return AdapterStore(tmp_path, loader, 1000), loader, {name: use(tmp_path, name) for name in sizes}
+    return AdapterStore(tmp_path, loader, 1000, clock), loader, {name: use(tmp_path, name) for name in sizes}
 
 
 def test_the_least_recently_used_adapter_goes_first_and_never_one_in_use(tmp_path: Path) -> None:
@@ -309,6 +312,86 @@ def test_what_has_no_room_is_not_read_again_until_something_goes_out_of_use(tmp_
     store.release([uses["a"]])
     store.hold([uses["c"]])
     assert (store.names(), loader.loads) == (["b", "c"], ["a", "b", "c", "c"])
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def full(store: AdapterStore, use: LoraUse) -> bool:
+    """Hold an adapter, or tell that it has to wait."""
+    try:
+        store.hold([use])
+    except AdaptersFull:
+        return True
+    return False
+
+
+def test_adapters_that_are_always_in_use_make_room_for_one_that_waits(tmp_path: Path) -> None:
+    clock = Clock()
+    store, _, uses = stored(tmp_path, clock, a=400, b=400, c=400, d=400)
+    store.hold([uses["a"]])
+    store.hold([uses["b"]])
+    assert full(store, uses["c"])
+    clock.now += 1
+    # At first nobody is kept from going on.
+    assert not full(store, uses["a"]) and not full(store, uses["b"])
+    clock.now += 1.5
+    assert full(store, uses["c"])
+    # Now the one that was asked for least recently ends; the other goes on, and nobody comes before the one that waits.
+    assert full(store, uses["a"]) and full(store, uses["d"])
+    assert not full(store, uses["b"])
+    store.release([uses["a"]])
+    assert full(store, uses["a"]), "it is in use by one request still"
+    store.release([uses["a"]])
+    assert full(store, uses["a"]) and full(store, uses["d"])
+    assert not full(store, uses["c"])
+    assert store.held() == {uses["b"].digest, uses["c"].digest}
+
+
+def test_who_waits_and_does_not_come_back_keeps_nobody_out(tmp_path: Path) -> None:
+    clock = Clock()
+    store, _, uses = stored(tmp_path, clock, a=400, b=400, c=400)
+    store.hold([uses["a"]])
+    store.hold([uses["b"]])
+    assert full(store, uses["c"])
+    clock.now += 3
+    assert full(store, uses["a"])
+    clock.now += 6
+    assert not full(store, uses["a"]) and not full(store, uses["b"])
+
+
+@given(
+    popular=st.integers(2, 4),
+    lasts=st.lists(st.floats(0.1, 6), min_size=1, max_size=9),
+    others=st.integers(1, 4),
+)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_adapter_has_its_turn_whatever_is_in_use(
+    tmp_path: Path, popular: int, lasts: list[float], others: int
+) -> None:
+    """Requests of popular adapters overlap without end; each comes back after a refusal as the queue brings it."""
+    clock, names = Clock(), [f"n{number}" for number in range(popular + others)]
+    folder = tmp_path / str(len(list(tmp_path.iterdir())))
+    folder.mkdir()
+    store, _, uses = stored(folder, clock, **dict.fromkeys(names, 1000 // popular))
+    ends: list[tuple[float, str]] = []
+    served: dict[str, float] = {}
+    for turn in range(600):
+        clock.now += 0.1
+        for end, name in [each for each in ends if each[0] <= clock.now]:
+            ends.remove((end, name))
+            store.release([uses[name]])
+        asking = names[:popular] + (names if turn % 5 == 0 else [])
+        for name in asking:
+            if (name in names[:popular] or name not in served) and not full(store, uses[name]):
+                served.setdefault(name, clock.now)
+                ends.append((clock.now + lasts[turn % len(lasts)], name))
+    assert served.keys() == set(names)
 
 
 def test_adapters_of_other_ranks_count_with_the_room_they_take_side_by_side(tmp_path: Path) -> None:

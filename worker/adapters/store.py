@@ -14,6 +14,21 @@ from shared.commands import LoraUse
 from worker.adapters.ports import AdapterFaulty, AdaptersFull, AdapterUnavailable, AdapterWatch
 from worker.adapters.weights import Adapter, stacked_size
 
+_PATIENCE_S = 2.0
+"""For so long an adapter without room waits for those in use to go out of use by themselves."""
+_GONE_S = 5.0
+"""Whoever has not asked again for so long has been served elsewhere, or has given up."""
+
+
+@dataclass(slots=True)
+class _Wait:
+    """An adapter that has no room."""
+
+    since: float
+    seen: float
+    yielding: frozenset[str] = frozenset()
+    """Digests of those in use that will make room for it, once it has waited long enough."""
+
 
 @dataclass(slots=True)
 class _Resident:
@@ -27,9 +42,19 @@ class AdapterStore:
     """Resident adapters by digest, least recently used first, within `capacity` bytes.
 
     Thread-safe. Loading happens in the thread that asks, one adapter at a time; the engine's thread only looks up.
+
+    Adapters that are always in use would keep others out for good. So the one that has waited longest gets its turn:
+    as many of those in use as stand in its way, the least recently asked for, take no more requests meanwhile, and
+    none that is not in use comes before it.
     """
 
-    def __init__(self, root: Path, load: Callable[[Path], Adapter], capacity: int) -> None:
+    def __init__(
+        self,
+        root: Path,
+        load: Callable[[Path], Adapter],
+        capacity: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`root` is the model store; `load` raises `InvalidAdapter`.
 
         As much as `capacity` again is there for the adapters of a batch side by side (`stacked_size`).
@@ -38,6 +63,8 @@ class AdapterStore:
         self._load = load
         self._capacity = capacity
         self._residents: OrderedDict[str, _Resident] = OrderedDict()
+        self._clock = clock
+        self._waits: dict[str, _Wait] = {}
         self._crowded_out: set[str] = set()
         """Digests of those that had no room since an adapter went out of use: they need not be read again."""
         self._lock = threading.Lock()
@@ -52,10 +79,10 @@ class AdapterStore:
 
     def hold(self, uses: Sequence[LoraUse]) -> None:
         """Make all of them resident, and keep them so until `release`; raises `AdapterUnavailable`, holding none."""
-        held: list[LoraUse] = []
+        held, own = list[LoraUse](), frozenset(use.digest for use in uses)
         try:
             for use in uses:
-                self._hold(use, held)
+                self._hold(use, held, own)
                 held.append(use)
         except AdapterUnavailable:
             self.release(held)
@@ -90,23 +117,24 @@ class AdapterStore:
         with self._lock:
             return self._size()
 
-    def _hold(self, use: LoraUse, beside: Sequence[LoraUse]) -> None:
-        """Hold an adapter of a request that holds those of `beside` already."""
-        if self._take(use, beside):
+    def _hold(self, use: LoraUse, beside: Sequence[LoraUse], own: frozenset[str]) -> None:
+        """Hold an adapter of a request for all of `own` that holds those of `beside` already."""
+        if self._take(use, beside, own):
             return
         with self._loading:
-            if self._take(use, beside):
+            if self._take(use, beside, own):
                 return  # somebody else has loaded it meanwhile
             with self._lock:
                 if use.digest in self._crowded_out:
-                    raise _full(use)
+                    raise self._turn_away(use)
             began = time.perf_counter()
             try:
                 adapter = self._read(use)
                 with self._lock:
-                    self._check_room(use, adapter, beside)
+                    self._check_room(use, adapter, beside, own)
                     self._make_room(adapter.size)
                     self._residents[use.digest] = _Resident(use.name, adapter, holds=1)
+                    self._waits.pop(use.digest, None)
                     self.loads += 1
                     count, size = len(self._residents), self._size()
             except AdaptersFull:
@@ -119,14 +147,17 @@ class AdapterStore:
                 self._watch.count_adapter_load(time.perf_counter() - began)
                 self._watch.show_adapters(count, size)
 
-    def _take(self, use: LoraUse, beside: Sequence[LoraUse]) -> bool:
+    def _take(self, use: LoraUse, beside: Sequence[LoraUse], own: frozenset[str]) -> bool:
         with self._lock:
             resident = self._residents.get(use.digest)
+            if self._must_wait(use.digest, own, in_use=resident is not None and resident.holds > 0):
+                raise self._turn_away(use)
             if resident is None:
                 return False
             if not resident.holds:
-                self._check_room(use, resident.adapter, beside)
+                self._check_room(use, resident.adapter, beside, own)
             resident.holds += 1
+            self._waits.pop(use.digest, None)
             self._residents.move_to_end(use.digest)
             return True
 
@@ -144,7 +175,22 @@ class AdapterStore:
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise AdapterUnavailable(f"adapter {use.name}: the device has no memory for it") from error
 
-    def _check_room(self, use: LoraUse, adapter: Adapter, beside: Sequence[LoraUse]) -> None:
+    def _must_wait(self, digest: str, own: frozenset[str], in_use: bool) -> bool:
+        """Tell whether another adapter has waited for so long that this one, of a request for `own`, must not go on."""
+        now = self._clock()
+        self._waits = {key: wait for key, wait in self._waits.items() if now - wait.seen < _GONE_S}
+        first = min(self._waits, key=lambda key: self._waits[key].since, default=None)
+        if first is None or first in own or now - self._waits[first].since < _PATIENCE_S:
+            return False
+        return not in_use or digest in self._waits[first].yielding
+
+    def _turn_away(self, use: LoraUse) -> AdaptersFull:
+        """Note that an adapter waits; return what to raise."""
+        now = self._clock()
+        self._waits.setdefault(use.digest, _Wait(now, now)).seen = now
+        return AdaptersFull(f"adapter {use.name}: no room beside the adapters in use (lora_memory_mb)")
+
+    def _check_room(self, use: LoraUse, adapter: Adapter, beside: Sequence[LoraUse], own: frozenset[str]) -> None:
         """Raise `AdapterUnavailable` if an adapter has no room beside those in use, or with its request's own."""
         used = {digest: resident.adapter for digest, resident in self._residents.items() if resident.holds}
         used[use.digest] = adapter
@@ -157,8 +203,16 @@ class AdapterStore:
                 f"{needed / mib:.1f} MiB are needed, and this worker has {self._capacity / mib:.1f} (lora_memory_mb)"
             )
             raise AdapterUnavailable(f"adapter {use.name}: {message}")
+        error = self._turn_away(use)
         self._crowded_out.add(use.digest)
-        raise _full(use)
+        yielding = list[str]()
+        for digest in [digest for digest in self._residents if digest in used and digest not in own]:
+            yielding.append(digest)
+            del used[digest]
+            if stacked_size(used.values()) <= self._capacity:
+                break
+        self._waits[use.digest].yielding = frozenset(yielding)
+        raise error
 
     def _make_room(self, size: int) -> None:
         """Let go of unused adapters until one of `size` bytes fits, for which there is room beside those in use."""
@@ -172,7 +226,3 @@ class AdapterStore:
 
     def _size(self) -> int:
         return sum(resident.adapter.size for resident in self._residents.values())
-
-
-def _full(use: LoraUse) -> AdaptersFull:
-    return AdaptersFull(f"adapter {use.name}: no room beside the adapters in use (lora_memory_mb)")
