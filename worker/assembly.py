@@ -34,6 +34,7 @@ from worker.parallel.leader import Leader, Lost, end_process
 from worker.parallel.opening import open_group
 from worker.runners import make_runner, runs_ahead
 from worker.settings import WorkerSettings
+from worker.step_prices import clock_for
 
 _MIB = 2**20
 _CPU_CACHE_MIB = 256
@@ -125,7 +126,7 @@ def _assemble(settings: WorkerSettings, placement: Placement, model: LoadedModel
 
     # Where ranks share a step, one that has no memory for it leaves the others waiting: that is the end of them all.
     forward = Metered(guarded(runner) if group is None else runner)
-    choose = choose_length(settings, spec, cache, limits, runner)
+    choose = choose_length(settings, spec, cache, limits, runner, clock_for(placement))
     engine = Engine(spec, cache, limits, forward, make_text, Guards(tokenizer, spec), choose)
     card = card_of(
         settings.served_name,

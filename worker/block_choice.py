@@ -1,6 +1,7 @@
 """Whether a worker chooses block lengths by its load, and from which."""
 
 import logging
+import time
 from itertools import pairwise
 
 from shared.block_lengths import InvalidBlockLengths, eligible, read_block_lengths
@@ -10,15 +11,20 @@ from worker.engine.scheduler import BatchLimits, CacheShape
 from worker.models import ModelError
 from worker.models.spec import ModelSpec
 from worker.settings import WorkerSettings
-from worker.step_prices import measure_prices
+from worker.step_prices import Clock, measure_prices
 
 log = logging.getLogger(__name__)
 
 
 def choose_length(
-    settings: WorkerSettings, spec: ModelSpec, cache: CacheShape, limits: BatchLimits, forward: Forward
+    settings: WorkerSettings,
+    spec: ModelSpec,
+    cache: CacheShape,
+    limits: BatchLimits,
+    forward: Forward,
+    clock: Clock = time.perf_counter,
 ) -> LoadAware | None:
-    """Return what chooses block lengths by load, its prices measured now by `forward`.
+    """Return what chooses block lengths by load, the prices of `forward` measured now.
 
     None if none is to be chosen, or where there is no choice, which is logged with its reason. Raises `ModelError` for
     a file that is not one.
@@ -47,7 +53,7 @@ def choose_length(
         return None
     width = max(length + tokens for length, tokens in lengths.items())
     most = min(limits.token_budget, int(settings.max_rows * width))
-    prices = measure_prices(forward, spec, cache, most)
+    prices = measure_prices(forward, spec, cache, most, clock)
     chooser = LoadAware(spec.block_length, lengths, prices, limits.token_budget)
     log.info("block lengths by requests that run together: %s", told(chooser, settings.max_rows))
     return chooser

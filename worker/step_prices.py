@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 
 from shared.commands import Sampling
+from worker.device import Placement
 from worker.engine.load_aware import StepPrices
 from worker.engine.plan import Canvas, Plan, Row, visible_ends
 from worker.engine.ports import Forward
@@ -16,13 +17,23 @@ _DEAR_S = 0.1
 """Behind a step that takes so long no larger one is tried: prices grow evenly there."""
 _ROUNDS = 5
 
+Clock = Callable[[], float]
+"""Seconds."""
+
+
+def clock_for(placement: Placement) -> Clock:
+    """Return what tells a step's time: where one thread does all the work its CPU time, which does not pass while
+    somebody else has the core."""
+    alone = placement.device.type == "cpu" and placement.threads == 1
+    return time.thread_time if alone else time.perf_counter
+
 
 def measure_prices(
     forward: Forward,
     spec: ModelSpec,
     cache: CacheShape,
     most: int,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Clock = time.perf_counter,
 ) -> StepPrices:
     """Time steps of one block, two, four, and so on up to `most` positions; of each the best of several rounds.
 
@@ -68,7 +79,7 @@ def plan_of(spec: ModelSpec, cache: CacheShape, rows: int) -> Plan:
     return Plan((row,) * rows)
 
 
-def _seconds(forward: Forward, plan: Plan, clock: Callable[[], float]) -> float:
+def _seconds(forward: Forward, plan: Plan, clock: Clock) -> float:
     began = clock()
     forward(plan)
     return clock() - began

@@ -1,10 +1,12 @@
 """Block length by load: the rule, its prices, and what the engine makes of it."""
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -15,12 +17,13 @@ from shared.events import Delta, Finished
 from tests.worker.paper_model import PaperForward, decode_alone, paper_spec
 from tests.worker.test_engine import Bench, ask, check, make_text
 from worker.bridge import resume_of
+from worker.device import Placement
 from worker.engine.engine import Engine
 from worker.engine.load_aware import MARGIN, LoadAware, StepPrices, can_choose, leaves_choice
 from worker.engine.plan import Plan
 from worker.engine.ports import Arrival, Decision, Inbox
 from worker.engine.scheduler import BatchLimits, CacheShape
-from worker.step_prices import measure_prices, plan_of
+from worker.step_prices import clock_for, measure_prices, plan_of
 
 FLAT = StepPrices.of([(1, 0.01), (100_000, 0.01)])
 EACH = StepPrices.of([(1, 0.001)])
@@ -168,6 +171,13 @@ def test_nothing_is_measured_behind_a_step_that_is_dear() -> None:
     forward = Priced(lambda tokens: 0.01 * tokens)
     measure_prices(forward, paper_spec(), CacheShape(4, 64), 4096, clock=lambda: forward.now)
     assert max(plan.tokens for plan in forward.plans) == 16
+
+
+def test_what_others_do_with_the_core_does_not_count_where_one_thread_does_all_the_work() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert clock_for(Placement(cpu, torch.float32, 1)) is time.thread_time
+    for placement in (Placement(cpu, torch.float32, 2), Placement(gpu, torch.bfloat16, 1)):
+        assert clock_for(placement) is time.perf_counter
 
 
 @given(st.integers(1, 6), st.integers(1, 12), st.integers(1, 40))
