@@ -15,10 +15,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+from shared.block_lengths import read_block_lengths
 from shared.commands import Limits
 from shared.text import Message
 from tests.bench.load import show
 from worker.assembly import Assembly, assemble
+from worker.bundled import bundled_folder
 from worker.demo.evaluate import collect
 from worker.demo.items import Item
 from worker.demo.reference_decoder import Settings
@@ -121,7 +123,9 @@ def main() -> None:
     auto = assemble(WorkerSettings(model="demo", device="cpu", block_length="auto"))
     choose = auto.engine.choose_length
     assert isinstance(choose, LoadAware), "the model's folder has no block_lengths.json, or there is no choice"
-    lengths = sorted(choose.tokens_per_forward)
+    table = read_block_lengths(bundled_folder("demo"))
+    assert table is not None
+    lengths, eligible = [row.block_length for row in table.lengths], list(choose.tokens_per_forward)
     show(
         "step, ms of CPU time",
         ["rows", *(f"blocks of {length}" for length in lengths)],
@@ -129,8 +133,8 @@ def main() -> None:
     )
     show(
         "tokens/s by the rule",
-        ["requests", *(f"blocks of {length}" for length in lengths), "chosen"],
-        [[count, *(f"{choose.rate(length, count):.0f}" for length in lengths), choose(count)] for count in ROWS],
+        ["requests", *(f"blocks of {length}" for length in eligible), "chosen"],
+        [[count, *(f"{choose.rate(length, count):.0f}" for length in eligible), choose(count)] for count in ROWS],
     )
     items = [item for group in collect(TASKS.values(), arguments.items).values() for item in group]
     random.Random(1).shuffle(items)

@@ -136,6 +136,16 @@ def test_the_table_of_strategies_is_that_of_the_run() -> None:
         assert cells is not None and cells[1 if kind == "model" else 2] == score
 
 
+def test_the_table_of_block_lengths_is_that_of_the_model() -> None:
+    measured = json.loads((ROOT / "worker" / "demo" / "models" / "demo" / "block_lengths.json").read_text())
+    text = (ROOT / "docs" / "tuning.md").read_text()
+    section = text[text.index("## Block length by load") :]
+    assert f"on the same {measured['items']} items" in section
+    for row in measured["lengths"]:
+        score = f"{100 * row['accuracy']:.1f} % | {row['tokens_per_forward']:.2f}"
+        assert f"| of {row['block_length']} | {score} |" in section
+
+
 def test_every_golden_setting_is_in_the_table_and_equal() -> None:
     text = (ROOT / "docs" / "goldens.md").read_text()
     rows = dict(re.findall(r"^\| (\w+ \| \S+) \| \d+ \| (yes \| \d+ \| yes) \|", text, re.M))

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from shared.block_lengths import FILE
+from shared.block_lengths import FILE, read_block_lengths
 from tests.worker.paper_model import paper_spec
 from tests.worker.test_load_aware import Priced
 from worker.block_choice import choose_length, told
+from worker.bundled import bundled_folder
 from worker.engine.load_aware import LoadAware, StepPrices
 from worker.engine.scheduler import BatchLimits, CacheShape
-from worker.models import ModelError
+from worker.models import ModelError, load_model
 from worker.settings import WorkerSettings
 
 SPEC = paper_spec(4)
@@ -80,5 +81,11 @@ def test_a_file_that_is_none_stops_the_worker_with_its_fault(tmp_path: Path) -> 
 
 def test_the_choices_are_told_by_load() -> None:
     prices = StepPrices.of([(1, 0.01), (100, 0.01), (1000, 0.1)])
-    assert told(LoadAware(16, {8: 4.3, 16: 5.7, 32: 6.6}, prices, 2048), 32) == "32 up to 2, 16 up to 6, 8 beyond"
+    assert told(LoadAware(16, {8: 4.3, 16: 5.7, 32: 6.6}, prices, 2048), 32) == "32 up to 2, 16 up to 7, 8 beyond"
     assert told(LoadAware(16, {16: 5.7}, prices, 2048), 32) == "16 always"
+
+
+def test_the_bundled_models_file_is_about_the_model_as_it_decodes_by_default() -> None:
+    table, spec = read_block_lengths(bundled_folder("demo")), load_model(bundled_folder("demo")).spec
+    assert table is not None and table.decoding == spec.decoding.model_dump(mode="json")
+    assert {row.block_length for row in table.lengths} == {8, 16, 32}
