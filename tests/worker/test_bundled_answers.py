@@ -37,3 +37,26 @@ async def test_the_engine_answers_as_the_reference_decoder_does() -> None:
         for question, answer, (ids, forwards) in zip(QUESTIONS, await asyncio.gather(*answers), expected, strict=True):
             assert list(answer.token_ids) == [token for token in ids if token != STOP_ID], question
             assert answer.usage.nfe == forwards, question
+
+
+async def test_blocks_of_several_lengths_in_one_batch_give_what_each_gives_by_itself() -> None:
+    model, tokenizer = load_model(bundled_folder("demo-nano"))
+    texts = [render_turns((("user", question),)) + ANSWER_START for question in QUESTIONS[:5]]
+    prompts = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+    decoder = ReferenceDecoder(model)
+    expected = {
+        length: decoder.generate(prompts, Settings(threshold=0.9, block=length, max_tokens=96))
+        for length in (8, 16, 32)
+    }
+    settings = WorkerSettings(model="demo-nano", device="cpu", dtype="float32", threads=1, kv_cache_mb=16)
+    async with EngineLoop.load(settings) as loop:
+        limits = Limits(max_tokens=96)
+        asked = [(length, index) for index in range(len(prompts)) for length in expected]
+        jobs = [loop.generate(prompts[index], limits=limits, block_length=length) for length, index in asked]
+        for (length, index), answer in zip(asked, await asyncio.gather(*jobs), strict=True):
+            ids, forwards = expected[length][index]
+            produced = [token for token in ids if token != STOP_ID]
+            assert answer.usage.block_length == length
+            # The reference decoder goes on to the end of the block that holds the limit.
+            assert list(answer.token_ids) == produced[:96], (length, QUESTIONS[index])
+            assert answer.usage.nfe <= forwards
