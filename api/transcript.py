@@ -79,8 +79,7 @@ async def read_to_end(follow: Follow, keep_deltas: bool = False) -> tuple[Transc
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:
-    """Return token counts in OpenAI's words, what they cost in denoising forwards (`nfe`), and in blocks of which length
-    they came."""
+    """Return token counts in OpenAI's words, and beside them what they cost: denoising forwards (`nfe`) and blocks."""
     content: dict[str, Any] = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
