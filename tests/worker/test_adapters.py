@@ -206,7 +206,7 @@ def test_the_stack_is_built_once_for_a_batch_that_stays(model: LoadedModel, shel
         st.tuples(st.integers(1, 9), st.sets(st.integers(0, 3), min_size=1), st.booleans()), min_size=1, max_size=4
     )
 )
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 def test_a_stack_of_adapters_takes_what_was_counted_for_it(chosen: list[tuple[int, set[int], bool]]) -> None:
     linears = [Linear(4 + n, 6 + n, False, device=torch.device("cpu"), dtype=torch.float32) for n in range(4)]
     adapters: dict[str, Adapter] = {}
@@ -342,7 +342,7 @@ def test_adapters_that_are_always_in_use_make_room_for_one_that_waits(tmp_path: 
     assert not full(store, uses["a"]) and not full(store, uses["b"])
     clock.now += 1.5
     assert full(store, uses["c"])
-    # Now the one that was asked for least recently ends; the other goes on, and nobody comes before the one that waits.
+    # Now the one that was asked for least recently ends, the other goes on, and nobody takes the room of who waits.
     assert full(store, uses["a"]) and full(store, uses["d"])
     assert not full(store, uses["b"])
     store.release([uses["a"]])
@@ -351,6 +351,20 @@ def test_adapters_that_are_always_in_use_make_room_for_one_that_waits(tmp_path: 
     assert full(store, uses["a"]) and full(store, uses["d"])
     assert not full(store, uses["c"])
     assert store.held() == {uses["b"].digest, uses["c"].digest}
+
+
+def test_room_that_nobody_waits_for_is_taken_beside_one_that_waits(tmp_path: Path) -> None:
+    clock = Clock()
+    store, _, uses = stored(tmp_path, clock, a=300, b=300, c=300, d=300, e=300, f=300)
+    for name in "abc":
+        store.hold([uses[name]])
+    assert full(store, uses["d"])
+    clock.now += 3
+    store.release([uses["a"]])
+    store.release([uses["b"]])
+    assert not full(store, uses["e"])
+    assert full(store, uses["f"]), "the last room is kept"
+    assert not full(store, uses["d"])
 
 
 def test_who_waits_and_does_not_come_back_keeps_nobody_out(tmp_path: Path) -> None:

@@ -3,16 +3,18 @@
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from shared.adapters import InvalidAdapter, UnreadableAdapter, digest_of, find_folder
 from shared.commands import LoraUse
 from worker.adapters.ports import AdapterFaulty, AdaptersFull, AdapterUnavailable, AdapterWatch
 from worker.adapters.weights import Adapter, stacked_size
+from worker.models.layers import Linear
 
 _PATIENCE_S = 2.0
 """For so long an adapter without room waits for those in use to go out of use by themselves."""
@@ -28,6 +30,8 @@ class _Wait:
     seen: float
     yielding: frozenset[str] = frozenset()
     """Digests of those in use that will make room for it, once it has waited long enough."""
+    outline: Adapter | None = None
+    """Its shapes; None before its room was looked for."""
 
 
 @dataclass(slots=True)
@@ -45,7 +49,7 @@ class AdapterStore:
 
     Adapters that are always in use would keep others out for good. So the one that has waited longest gets its turn:
     as many of those in use as stand in its way, the least recently asked for, take no more requests meanwhile, and
-    none that is not in use comes before it.
+    others leave the room that it needs.
     """
 
     def __init__(
@@ -150,7 +154,8 @@ class AdapterStore:
     def _take(self, use: LoraUse, beside: Sequence[LoraUse], own: frozenset[str]) -> bool:
         with self._lock:
             resident = self._residents.get(use.digest)
-            if self._must_wait(use.digest, own, in_use=resident is not None and resident.holds > 0):
+            first = self._first_wait(own)
+            if first is not None and use.digest in first.yielding:
                 raise self._turn_away(use)
             if resident is None:
                 return False
@@ -175,14 +180,17 @@ class AdapterStore:
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise AdapterUnavailable(f"adapter {use.name}: the device has no memory for it") from error
 
-    def _must_wait(self, digest: str, own: frozenset[str], in_use: bool) -> bool:
-        """Tell whether another adapter has waited for so long that this one, of a request for `own`, must not go on."""
+    def _first_wait(self, own: frozenset[str]) -> _Wait | None:
+        """Return the adapter whose turn it is, having waited for long; None if it is among a request's `own`."""
         now = self._clock()
-        self._waits = {key: wait for key, wait in self._waits.items() if now - wait.seen < _GONE_S}
-        first = min(self._waits, key=lambda key: self._waits[key].since, default=None)
-        if first is None or first in own or now - self._waits[first].since < _PATIENCE_S:
-            return False
-        return not in_use or digest in self._waits[first].yielding
+        waits = {key: wait for key, wait in self._waits.items() if now - wait.seen < _GONE_S}
+        if len(waits) < len(self._waits):
+            self._waits = waits
+            self._crowded_out.clear()  # what was kept for it is free
+        first = min(waits, key=lambda key: waits[key].since, default=None)
+        if first is None or first in own or now - waits[first].since < _PATIENCE_S:
+            return None
+        return waits[first]
 
     def _turn_away(self, use: LoraUse) -> AdaptersFull:
         """Note that an adapter waits; return what to raise."""
@@ -195,7 +203,14 @@ class AdapterStore:
         used = {digest: resident.adapter for digest, resident in self._residents.items() if resident.holds}
         used[use.digest] = adapter
         if stacked_size(used.values()) <= self._capacity:
-            return
+            first = self._first_wait(own)
+            if first is None or first.outline is None:
+                return
+            others = [each for digest, each in used.items() if digest not in first.yielding]
+            if stacked_size([*others, first.outline]) <= self._capacity:
+                return
+            self._crowded_out.add(use.digest)
+            raise self._turn_away(use)
         needed = stacked_size([used[digest] for digest in {use.digest, *(each.digest for each in beside)}])
         if needed > self._capacity:
             mib = 2**20
@@ -211,7 +226,8 @@ class AdapterStore:
             del used[digest]
             if stacked_size(used.values()) <= self._capacity:
                 break
-        self._waits[use.digest].yielding = frozenset(yielding)
+        wait = self._waits[use.digest]
+        wait.yielding, wait.outline = frozenset(yielding), _outline(adapter)
         raise error
 
     def _make_room(self, size: int) -> None:
@@ -226,3 +242,12 @@ class AdapterStore:
 
     def _size(self) -> int:
         return sum(resident.adapter.size for resident in self._residents.values())
+
+
+def _outline(adapter: Adapter) -> Adapter:
+    """Return an adapter of the same shapes without any memory."""
+
+    def bare(factors: Mapping[Linear, tuple[Tensor, Tensor]]) -> dict[Linear, tuple[Tensor, Tensor]]:
+        return {linear: (a.to("meta"), b.to("meta")) for linear, (a, b) in factors.items()}
+
+    return Adapter(adapter.rank, adapter.factor, bare(adapter.factors), bare(adapter.of_text))
