@@ -201,5 +201,7 @@ async def test_an_answer_names_the_fields_that_nothing_here_knows(caller: Caller
 
 
 async def test_a_field_whose_effect_is_refused_where_it_is_asked_for_is_not_unknown(caller: Caller) -> None:
-    answer = await caller.post("/v1/responses", {"input": "x", "store": False, "truncation": "disabled", "verbosity": "low"})
+    answer = await caller.post(
+        "/v1/responses", {"input": "x", "store": False, "truncation": "disabled", "verbosity": "low"}
+    )
     assert (answer.status, answer.headers["x-diffleet-ignored"]) == (200, "verbosity")
