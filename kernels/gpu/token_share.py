@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.overlap import overlap_options, wait_for_inputs
-from kernels.gpu.token_stats import MOST_SPLITS, reduce_rows
+from kernels.gpu.token_stats import MOST_SPLITS, of_best, reduce_rows, runner_up_of, whole_slope
 from kernels.token_share import Part
 from kernels.token_stats import Noise, Proposals
 
@@ -149,15 +149,12 @@ def _tell_share(
     slope = 0.0
     if ENTROPY:
         slopes = tl.load(parts_ptr + 4 * plane + at, mask=inside, other=0.0)
-        slope = tl.sum((slopes + tl.where(masses > 0, (peaks - base) * masses, 0.0)) * fade, 0)
+        slope = whole_slope(slopes, peaks, masses, base)
     second = float("-inf")
     if MARGIN:
         seconds = tl.load(parts_ptr + 5 * plane + at, mask=inside, other=float("-inf"))
-        leader = tl.argmax(peaks, 0, tie_break_left=True)
-        second = tl.maximum(tl.max(seconds, 0), tl.max(tl.where(part == leader, float("-inf"), peaks), 0))
-    # Stretches are in order of ids, so the first among equals holds the lowest id.
-    chosen = tl.argmax(bests, 0, tie_break_left=True)
-    token = tl.sum(tl.where(part == chosen, tokens, 0), 0)
+        second = runner_up_of(seconds, peaks, part)
+    token = of_best(bests, tokens, part)
     z = tl.load(logits_ptr + row * stride + token).to(tl.float32)
     if RANKED:
         z = z / tl.load(ranking_ptr + row)
@@ -206,24 +203,20 @@ def _merge_shares(
     fade = tl.exp(peaks - base)
     mass = tl.sum(masses * fade, 0)
     total = base + tl.log(mass)
-    # The first of equals is the rank with the lowest ids.
-    chosen = tl.argmax(bests, 0, tie_break_left=True)
-    token = tl.sum(tl.where(rank == chosen, tokens, 0.0), 0)
-    z = tl.sum(tl.where(rank == chosen, logits, 0.0), 0)
+    token = of_best(bests, tokens, rank)
+    z = of_best(bests, logits, rank)
     tl.store(token_ptr + row, tl.where(finite, token, 0.0).to(tl.int64))
     tl.store(confidence_ptr + row, tl.where(finite, tl.exp(z - total), 0.0))
     tl.store(finite_ptr + row, finite)
     entropy = 0.0
     if ENTROPY:
         slopes = tl.load(place + 2 * rows, mask=inside, other=0.0)
-        falls = tl.where(masses > 0, (peaks - base) * masses, 0.0)
-        mean = base + tl.sum((slopes + falls) * fade, 0) / mass
+        mean = base + whole_slope(slopes, peaks, masses, base) / mass
         entropy = tl.where(finite, tl.maximum(total - mean, 0.0), 0.0)
     tl.store(entropy_ptr + row, entropy)
     margin = 0.0
     if MARGIN:
         seconds = tl.load(place + 3 * rows, mask=inside, other=float("-inf"))
-        leader = tl.argmax(peaks, 0, tie_break_left=True)
-        second = tl.maximum(tl.max(seconds, 0), tl.max(tl.where(rank == leader, float("-inf"), peaks), 0))
+        second = runner_up_of(seconds, peaks, rank)
         margin = tl.where(finite, tl.exp(peak - total) - tl.exp(second - total), 0.0)
     tl.store(margin_ptr + row, margin)

@@ -345,9 +345,7 @@ def _merge(
     base = tl.where(peak == float("-inf"), 0.0, peak)
     fade = tl.exp(peaks - base)
     total = base + tl.log(tl.sum(masses * fade, 0))
-    # Stretches are in order of ids, so the first among equals holds the lowest id.
-    chosen = tl.argmax(bests, 0, tie_break_left=True)
-    token = tl.sum(tl.where(part == chosen, tokens, 0), 0)
+    token = of_best(bests, tokens, part)
     z = tl.load(logits_ptr + row * stride + token).to(tl.float32)
     if RANKED:
         z = z / tl.load(ranking_ptr + row)
@@ -361,18 +359,37 @@ def _merge(
     tl.store(finite_ptr + row, finite)
     if ENTROPY:
         slopes = tl.load(parts_ptr + 4 * plane + at, mask=inside, other=0.0)
-        falls = tl.where(masses > 0, (peaks - base) * masses, 0.0)
-        mean = base + tl.sum((slopes + falls) * fade, 0) / tl.sum(masses * fade, 0)
+        mean = base + whole_slope(slopes, peaks, masses, base) / tl.sum(masses * fade, 0)
         tl.store(entropy_ptr + row, tl.where(finite, tl.maximum(total - mean, 0.0), 0.0))
     else:
         tl.store(entropy_ptr + row, 0.0)
     if MARGIN:
         seconds = tl.load(parts_ptr + 5 * plane + at, mask=inside, other=float("-inf"))
-        leader = tl.argmax(peaks, 0, tie_break_left=True)
-        second = tl.maximum(tl.max(seconds, 0), tl.max(tl.where(part == leader, float("-inf"), peaks), 0))
+        second = runner_up_of(seconds, peaks, part)
         tl.store(margin_ptr + row, tl.where(finite, tl.exp(peak - total) - tl.exp(second - total), 0.0))
     else:
         tl.store(margin_ptr + row, 0.0)
+
+
+@triton.jit
+def of_best(bests, values, part):
+    """Return the value of the best part. Parts are in order of ids, so the first among equals holds the lowest."""
+    chosen = tl.argmax(bests, 0, tie_break_left=True)
+    return tl.sum(tl.where(part == chosen, values, 0), 0)
+
+
+@triton.jit
+def whole_slope(slopes, peaks, masses, base):
+    """Return the sum of (z - base) exp(z - base), of parts whose sums are relative to their own peaks."""
+    falls = tl.where(masses > 0, (peaks - base) * masses, 0.0)
+    return tl.sum((slopes + falls) * tl.exp(peaks - base), 0)
+
+
+@triton.jit
+def runner_up_of(seconds, peaks, part):
+    """Return the second largest logit: some part's second, or the largest but one of their peaks."""
+    leader = tl.argmax(peaks, 0, tie_break_left=True)
+    return tl.maximum(tl.max(seconds, 0), tl.max(tl.where(part == leader, float("-inf"), peaks), 0))
 
 
 @triton.jit
