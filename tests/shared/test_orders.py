@@ -70,16 +70,17 @@ async def test_orders_reach_the_worker_they_are_for(redis_url: str, fleet_redis:
 async def test_the_registry_keeps_what_was_registered_last(redis_url: str, fleet_redis: Any) -> None:
     link = Link.open(redis_url)
     registry = Administration(link).adapters
-    assert (await registry.list(MODEL), await registry.find(MODEL, "fox")) == ([], None)
+    assert (await registry.list(MODEL), await registry.find(MODEL, ["fox"])) == ([], {})
     await registry.add(MODEL, FOX)
     newer = AdapterRecord("fox", "team/fox2", "1" * 64, 8, 500, 1_700_000_001)
     await registry.add(MODEL, newer)
     await registry.add(MODEL, AdapterRecord("ape", "a", "2" * 64, 8, 500, 1))
     assert [each.name for each in await registry.list(MODEL)] == ["ape", "fox"]
-    assert await registry.find(MODEL, "fox") == newer
+    assert await registry.find(MODEL, ["fox", "none", "{", "fox"]) == {"fox": newer}
     assert newer.use(0.5).digest == newer.digest
     fleet_redis.hset(loras(MODEL), "odd", b"{")
     fleet_redis.hset(loras(MODEL), "newer", b'{"name": "newer"}')
     assert [each.name for each in await registry.list(MODEL)] == ["ape", "fox"]
+    assert [*await registry.find(MODEL, ["newer", "odd", "ape"])] == ["ape"]
     assert (await registry.remove(MODEL, "fox"), await registry.remove(MODEL, "fox")) == (True, False)
     await link.close()
