@@ -37,6 +37,13 @@ class ServedModel:
     decoding: Decoding
     adapters: tuple[LoraUse, ...] = ()
     """Those that requests run under."""
+    asked: str | None = None
+    """The name by which a request has asked for it, which may hold an adapter's."""
+
+    @property
+    def name(self) -> str:
+        """What answers call it: as the request did, or the model's own name."""
+        return self.card.name if self.asked is None else self.asked
 
     async def encode(self, text: str, add_special: bool = True, field: str = "prompt") -> list[int]:
         """Return the ids of a raw prompt; raises `ApiError` that names `field`."""
@@ -81,7 +88,7 @@ class Catalog:
         `base:adapter` is the model under that adapter; those of `lora` come on top.
         """
         base, colon, adapter = (name or "").partition(":")
-        model = await self._load(await self.card(await self._only() if name is None else base))
+        model = replace(await self._load(await self.card(await self._only() if name is None else base)), asked=name)
         asked = [(adapter, 1.0, "model")] if colon else []
         asked += [(choice.name, choice.scale, f"lora[{index}].name") for index, choice in enumerate(lora or ())]
         if not asked:

@@ -149,7 +149,7 @@ def _command(
             total_ms=round(call.timeout_s * 1000),
         ),
         decoding=_decoding(options, model.decoding),
-        block_length=_block_length(_one_of("block_length", body.block_length, options.block_length), card),
+        block_length=_block_length(body, options, card),
         cache_prompt=body.cache_prompt is not False,
         cfg_scale=_cfg_scale(options, card),
         edits=edits_of(body, card),
@@ -252,11 +252,13 @@ def _one_of(name: str, flat: int | None, nested: int | None) -> int | None:
     return nested if flat is None else flat
 
 
-def _block_length(wanted: int | None, card: ModelCard) -> int | None:
+def _block_length(body: GenerationBody, options: DiffusionOptions, card: ModelCard) -> int | None:
+    wanted = _one_of("block_length", body.block_length, options.block_length)
+    field = "diffusion.block_length" if body.block_length is None else "block_length"
     if wanted is not None and card.fixed_block_length and wanted != card.block_length:
-        raise invalid("block_length", f"block_length is {wanted}; this model works only with {card.block_length}")
+        raise invalid(field, f"{field} is {wanted}; this model works only with {card.block_length}")
     if wanted is not None and card.largest_block is not None and wanted > card.largest_block:
-        raise invalid("block_length", f"block_length is {wanted}; this model takes {card.largest_block} at most")
+        raise invalid(field, f"{field} is {wanted}; this model takes {card.largest_block} at most")
     return wanted
 
 

@@ -192,7 +192,7 @@ def _head(plan: ChatPlan) -> dict[str, object]:
     return {
         "id": f"chatcmpl-{plan.commands[0].id.rpartition('_')[2]}",
         "created": int(time.time()),
-        "model": plan.model.card.name,
+        "model": plan.model.name,
         "system_fingerprint": f"fp_{plan.model.card.digest[:12]}",
     }
 

@@ -154,7 +154,7 @@ def _head(plan: CompletionPlan) -> dict[str, object]:
         "id": f"cmpl-{plan.commands[0].id.rpartition('_')[2]}",
         "object": "text_completion",
         "created": int(time.time()),
-        "model": plan.model.card.name,
+        "model": plan.model.name,
         "system_fingerprint": f"fp_{plan.model.card.digest[:12]}",
     }
 

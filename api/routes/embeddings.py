@@ -92,7 +92,7 @@ async def answer_embeddings(plan: EmbeddingsPlan, open_part: Callable[[slice], A
     ]
     tokens = sum(len(command.prompt) for command in plan.commands)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return {"object": "list", "model": body.model or plan.model.card.name, "data": data, "usage": usage}
+    return {"object": "list", "model": plan.model.name, "data": data, "usage": usage}
 
 
 async def _commands(body: EmbeddingsBody, model: ServedModel, call: Call) -> list[Generate]:

@@ -54,7 +54,7 @@ async def generate(
     told: dict[str, object] = {}
     if writer is not None:
         told = {"logprobs": [entry for delta in transcript.deltas for entry in writer.native(delta)]}
-    return json_response({"id": command.id, "model": command.model} | _result(transcript, end) | told)
+    return json_response({"id": command.id, "model": model.name} | _result(transcript, end) | told)
 
 
 @router.get("/generate/{request_id:path}", responses=ERROR_RESPONSES)
@@ -119,7 +119,7 @@ async def _frames(follow: Follow, model: ServedModel, writer: LogprobWriter | No
                 head = {"event": "buffer_snapshot", "id": event.id, "after": event.after, "finished": False}
                 yield frame(head | canvas_fields(event, model.tokenizer, subject.prompt_tokens))
             case Finished():
-                head = {"event": "final", "id": event.id, "seq": event.seq, "model": subject.model, "finished": True}
+                head = {"event": "final", "id": event.id, "seq": event.seq, "model": model.name, "finished": True}
                 yield frame(head | _result(transcript, event))
             case _:
                 assert_never(event)

@@ -246,7 +246,7 @@ async def _lines(plan: ChatPlan | CompletionPlan, bundle: Bundle, tell: Tell) ->
 
 def _head(plan: ChatPlan | CompletionPlan) -> dict[str, object]:
     now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-    return {"model": plan.model.card.name, "created_at": now}
+    return {"model": plan.model.name, "created_at": now}
 
 
 def _end(transcript: Transcript, end: Finished) -> dict[str, object]:

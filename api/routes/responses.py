@@ -186,7 +186,7 @@ async def _plan(body: ResponseBody, model: ServedModel, messages: list[dict[str,
     offer = choose(body.tools, body.tool_choice, parallel=body.parallel_tool_calls is not False, nested=False)
     constraint = await constraint_of(body, model.card, body.text, offer)
     (command,) = to_generate(body, [prompt], model, "input", call, constraint)
-    return Plan(_record(body, command, messages), command, model)
+    return Plan(_record(body, command, model, messages), command, model)
 
 
 async def _prompt(body: ResponseBody, model: ServedModel, messages: list[dict[str, Any]]) -> list[int]:
@@ -218,7 +218,7 @@ async def _conversation(body: ResponseBody, services: Services, caller: Caller) 
     return before + to_messages(body.input, before)
 
 
-def _record(body: ResponseBody, command: Generate, messages: list[dict[str, Any]]) -> Record:
+def _record(body: ResponseBody, command: Generate, model: ServedModel, messages: list[dict[str, Any]]) -> Record:
     return Record(
         id=f"resp_{ulid()}",
         request_id=command.id,
@@ -233,6 +233,7 @@ def _record(body: ResponseBody, command: Generate, messages: list[dict[str, Any]
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
+            "model": model.name,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
             "temperature": command.sampling.temperature,

@@ -1,6 +1,7 @@
 """What the front does with texts before it queues them."""
 
 import asyncio
+import re
 import threading
 from typing import cast
 
@@ -54,6 +55,34 @@ async def test_adapters_that_a_request_names_reach_the_command_in_its_order(
     assert (await caller.post("/generate", body)).status == 200
     assert fleet.commands[0].lora == (adapter("owl").use(), adapter("fox").use(0.5), adapter("owl").use())
     assert (await caller.get("/v1/models/org/demo:fox")).json()["root"] == "team/fox"
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("path", "asks"),
+    [
+        ("/generate", {"prompt": "x"}),
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/responses", {"input": "x", "store": False}),
+        ("/api/chat", {"messages": [{"role": "user", "content": "x"}]}),
+    ],
+)
+async def test_an_answer_tells_the_model_by_the_name_that_was_asked_for(
+    caller: Caller, fleet: ScriptedFleet, path: str, asks: dict[str, object], streamed: bool
+) -> None:
+    fleet.registered = [adapter("fox")]
+    for name, lora in (("org/demo:fox", None), ("org/demo", [{"name": "fox"}]), (None, None)):
+        if path == "/api/chat" and (name is None or lora):
+            continue  # there it must be named, and has no such field
+        body = asks | {"stream": streamed, "model": name} | ({"lora": lora} if lora else {})
+        answer = await caller.post(path, body)
+        assert answer.status == 200, answer.body
+        wanted = name or "org/demo"
+        told = re.findall(rb'"model":"([^"]*)"', answer.body)
+        assert told and set(told) == {wanted.encode()}, answer.body
+        # Counted and queued as the base.
+        assert fleet.commands[-1].model == "org/demo"
 
 
 async def test_an_unknown_adapter_is_named_and_of_the_known_ones_a_few(caller: Caller, fleet: ScriptedFleet) -> None:

@@ -155,10 +155,15 @@ async def test_a_block_length_that_no_worker_has_room_for_is_refused_before_it_i
     caller: Caller, fleet: ScriptedFleet
 ) -> None:
     fleet.cards = {CARD.name: dataclasses.replace(CARD, largest_block=8, digest="")}
-    for body in ({"block_length": 9}, {"diffusion": {"block_length": 9}}):
+    nested, both = {"diffusion": {"block_length": 9}}, {"block_length": 9, "diffusion": {"block_length": 9}}
+    for body, field in (
+        ({"block_length": 9}, "block_length"),
+        (nested, "diffusion.block_length"),
+        (both, "block_length"),
+    ):
         response = await caller.post("/generate", {"prompt": "x", **body})
-        assert (response.status, response.error["param"]) == (400, "block_length")
-        assert response.error["message"] == "block_length is 9; this model takes 8 at most"
+        assert (response.status, response.error["param"]) == (400, field)
+        assert response.error["message"] == f"{field} is 9; this model takes 8 at most"
     assert fleet.commands == []
     assert (await caller.post("/generate", {"prompt": "x", "block_length": 8})).status == 200
 
@@ -167,6 +172,8 @@ async def test_a_block_length_is_refused_where_the_model_has_only_one(caller: Ca
     fleet.cards = {CARD.name: dataclasses.replace(CARD, fixed_block_length=True, digest="")}
     response = await caller.post("/generate", {"prompt": "x", "block_length": 8})
     assert response.error["param"] == "block_length"
+    response = await caller.post("/generate", {"prompt": "x", "diffusion": {"block_length": 8}})
+    assert response.error["param"] == "diffusion.block_length"
     assert (await caller.post("/generate", {"prompt": "x", "block_length": 4})).status == 200
 
 

@@ -292,11 +292,18 @@ def test_what_becomes_of_adapters_is_told(tmp_path: Path) -> None:
 
 def test_of_several_adapters_either_all_are_held_or_none(tmp_path: Path) -> None:
     store, _, uses = stored(tmp_path, a=400, b=900)
-    with pytest.raises(AdapterUnavailable, match="b: 0.0 MiB are needed") as told:
+    with pytest.raises(AdapterUnavailable, match="^the adapters a, b of this request: .* are needed for them") as told:
         store.hold([uses["a"], uses["b"]])
     assert not isinstance(told.value, AdaptersFull), "no wait would help"
     assert store.held() == set()
     store.hold([uses["b"]])
+
+
+def test_an_adapter_that_is_too_large_alone_is_blamed_alone(tmp_path: Path) -> None:
+    store, _, uses = stored(tmp_path, a=400, c=1200)
+    for asked in ([uses["c"]], [uses["a"], uses["c"]]):
+        with pytest.raises(AdapterUnavailable, match="^adapter c: .* MiB are needed, and this worker has"):
+            store.hold(asked)
 
 
 def test_what_has_no_room_is_not_read_again_until_something_goes_out_of_use(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.commands import Generate, Limits, Preview, Sampling
+from shared.commands import Generate, Limits, LoraUse, Preview, Sampling
 from shared.decoding import Decoding, Threshold
 from shared.events import Delta, Event, Failed, Finished, Snapshot, is_terminal
 from shared.keys import new_request_id
@@ -348,6 +348,19 @@ def test_nan_in_one_row_fails_that_request_only() -> None:
     end = bench.end(bad)
     assert isinstance(end, Failed) and end.code == "nan"
     check(bench, good)
+
+
+def test_nan_under_adapters_is_told_as_their_fault() -> None:
+    bench = Bench()
+    uses = tuple(LoraUse(name=name, path=name, digest="0" * 64) for name in ("hot", "odd", "hot"))
+    bad = ask([2], 12).model_copy(update={"lora": uses})
+    bench.forward.poison.add(bad.id)
+    bench.run([bad])
+    end = bench.end(bad)
+    assert isinstance(end, Failed)
+    assert (end.code, end.param) == ("unsupported", "lora")
+    assert "not finite" in end.message or "NaN" in end.message
+    assert end.message.endswith(" under this request's adapters: hot, odd")
 
 
 def test_a_full_device_fails_the_widest_request_and_the_others_go_on() -> None:

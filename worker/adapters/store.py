@@ -211,13 +211,9 @@ class AdapterStore:
                 return
             self._crowded_out.add(use.digest)
             raise self._turn_away(use)
-        needed = stacked_size([used[digest] for digest in {use.digest, *(each.digest for each in beside)}])
-        if needed > self._capacity:
-            mib = 2**20
-            message = (
-                f"{needed / mib:.1f} MiB are needed, and this worker has {self._capacity / mib:.1f} (lora_memory_mb)"
-            )
-            raise AdapterUnavailable(f"adapter {use.name}: {message}")
+        together = {each.digest: each.name for each in (*beside, use)}
+        if stacked_size([used[digest] for digest in together]) > self._capacity:
+            raise AdapterUnavailable(self._too_much(use, together, used))
         error = self._turn_away(use)
         self._crowded_out.add(use.digest)
         yielding = list[str]()
@@ -229,6 +225,16 @@ class AdapterStore:
         wait = self._waits[use.digest]
         wait.yielding, wait.outline = frozenset(yielding), _outline(adapter)
         raise error
+
+    def _too_much(self, use: LoraUse, together: Mapping[str, str], used: Mapping[str, Adapter]) -> str:
+        """Say that an adapter has no room even alone, or else not with its request's others (digest to name)."""
+        mib = 2**20
+        has = f"and this worker has {self._capacity / mib:.1f} (lora_memory_mb)"
+        if (alone := stacked_size([used[use.digest]])) > self._capacity:
+            return f"adapter {use.name}: {alone / mib:.1f} MiB are needed, {has}"
+        needed = stacked_size([used[digest] for digest in together])
+        names = ", ".join(together.values())
+        return f"the adapters {names} of this request: {needed / mib:.1f} MiB are needed for them together, {has}"
 
     def _make_room(self, size: int) -> None:
         """Let go of unused adapters until one of `size` bytes fits, for which there is room beside those in use."""

@@ -229,7 +229,7 @@ class Engine:
     def _decide(self, sequence: Sequence, canvas: Canvas, decision: Decision, index: int, events: list[Event]) -> None:
         failure = decision.failed[index]
         if failure is not None:
-            self._fail(sequence, "nan", failure, events)
+            self._break_off(sequence, failure, events)
             return
         if index in decision.dead_ends:
             self._fail(sequence, "unsupported", decision.dead_ends[index], events)
@@ -255,7 +255,7 @@ class Engine:
 
     def _gather(self, sequence: Embedding, end: int, total: list[float], events: list[Event]) -> None:
         if not sequence.gather(end, total):
-            self._fail(sequence, "nan", "the model's hidden states are not finite", events)
+            self._break_off(sequence, "the model's hidden states are not finite", events)
         elif sequence.whole:
             self._scheduler.remove(sequence)
             events.append(sequence.embedded())
@@ -277,10 +277,21 @@ class Engine:
             self._scheduler.remove(sequence)
             events.append(sequence.finished(ending))
 
-    def _fail(self, sequence: Sequence, code: FailCode, message: str, events: list[Event]) -> None:
+    def _break_off(self, sequence: Sequence, failure: str, events: list[Event]) -> None:
+        """Fail a request whose numbers are not finite: by its adapters' fault, if it runs under any."""
+        names = ", ".join(dict.fromkeys(use.name for use in sequence.request.lora))
+        if names:
+            message = f"{failure} under this request's adapters: {names}"
+            self._fail(sequence, "unsupported", message, events, "lora")
+        else:
+            self._fail(sequence, "nan", failure, events)
+
+    def _fail(
+        self, sequence: Sequence, code: FailCode, message: str, events: list[Event], param: str | None = None
+    ) -> None:
         # What a faulty step wrote may be what made it fail.
         self._scheduler.remove(sequence, spoiled=True)
-        events.append(sequence.failed(code, message))
+        events.append(sequence.failed(code, message, param))
 
 
 def _widest(plan: Plan, sequences: list[Sequence]) -> Sequence:
