@@ -32,7 +32,7 @@ def live_fleet(tiny_model: Path) -> Iterator[Up]:
     """A fleet that calls its model `demo`, as the examples do, with an adapter in its store."""
     folder = Path(tempfile.mkdtemp(prefix="df-"))
     shapes = shapes_of(find_targets(load_model(tiny_model)))
-    write_adapter(folder / "store" / "team-a" / "fox", read_weights(tiny_model), shapes)
+    write_adapter(folder / "store" / "fox", read_weights(tiny_model), shapes)
     store = str(folder / "store")
     up = Up(folder, tiny_model, "--model-name", "demo", "--prompt", "", "--model-store", store)
     try:

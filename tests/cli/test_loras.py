@@ -9,7 +9,7 @@ from tests.cli.fleet_process import Up, diffleet
 @pytest.mark.slow
 def test_an_adapter_is_added_listed_used_and_removed(live_fleet: Up) -> None:
     where = ("--url", live_fleet.url)
-    added = diffleet("loras", "add", "red", "team-a/fox", *where)
+    added = diffleet("loras", "add", "red", "fox", *where)
     assert added.returncode == 0, added.stderr
     assert added.stdout.startswith("demo:red  rank 4, ")
     ask = ("generate", "Where is the mouse?", "--max-tokens", "12")
@@ -23,7 +23,7 @@ def test_an_adapter_is_added_listed_used_and_removed(live_fleet: Up) -> None:
     assert base.stdout not in {done.stdout for done in under.values()}
     listed = diffleet("loras", "list", *where)
     (line,) = [line for line in listed.stdout.splitlines() if line.startswith("red ")]
-    assert "team-a/fox" in line and " - " not in line, "the worker that has run it has it loaded"
+    assert "fox" in line and " - " not in line, "the worker that has run it has it loaded"
     removed = diffleet("loras", "remove", "red", *where)
     assert (removed.returncode, removed.stdout) == (0, "demo:red  forgotten; its files stay\n")
 
