@@ -7,6 +7,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 from pydantic import ValidationError
+from pydantic_settings import SettingsError
 
 from api.access import InvalidKeys
 from api.app import create_app
@@ -76,6 +77,9 @@ def main(arguments: list[str] | None = None) -> int:
     except ValidationError as error:
         for fault in error.errors(include_url=False, include_input=False):
             print(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}", file=sys.stderr)
+        return EXIT_USAGE
+    except SettingsError as error:
+        print(error, file=sys.stderr)
         return EXIT_USAGE
     except ValueError as error:
         print(f"redis_url: {error}", file=sys.stderr)

@@ -67,7 +67,10 @@ def load_keys(path: Path) -> tuple[ApiKey, ...]:
         raise InvalidKeys(f"{path}: {error.strerror}") from error
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        raise InvalidKeys(f"{path}: {path_of(first['loc'])}: {first['msg']}") from None
+        if not first["loc"] and first["type"] == "tuple_type":
+            raise InvalidKeys(f"{path}: must be a JSON list of keys, [{{...}}], also of one") from None
+        place = path_of(first["loc"])
+        raise InvalidKeys(f"{path}: {place}{': ' if place else ''}{first['msg']}") from None
 
 
 def hash_key(secret: str) -> str:

@@ -1,4 +1,4 @@
-"""Make an API key: `python -m api.keys --id team-a [--scopes '["inference"]']`.
+"""Make an API key: `python -m api.keys --id team-a [--scopes inference,admin]`.
 
 The key itself is printed once, to stderr; the entry for the key file, which holds only its hash, to stdout.
 """
@@ -7,9 +7,10 @@ import secrets
 import sys
 
 from pydantic import Field, ValidationError
-from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from api.access import KEY_PREFIX, ApiKey, KeyScope, hash_key
+from shared.settings import read_flags
 
 _KEY_BYTES = 32
 
@@ -18,9 +19,9 @@ class KeyRequest(BaseSettings):
     model_config = SettingsConfigDict(cli_prog_name="python -m api.keys", cli_kebab_case=True, cli_hide_none_type=True)
 
     id: str = Field(description="Name of the key's owner, for logs, limits and stored objects.")
-    scopes: tuple[KeyScope, ...] = Field(default=("inference",), description="inference, admin.")
-    requests_per_minute: int | None = Field(default=None, ge=1)
-    tokens_per_minute: int | None = Field(default=None, ge=1)
+    scopes: tuple[KeyScope, ...] = Field(default=("inference",), description="What it opens: inference, admin or both.")
+    requests_per_minute: int | None = Field(default=None, ge=1, description="Unset: the api's own limit.")
+    tokens_per_minute: int | None = Field(default=None, ge=1, description="Likewise.")
 
 
 def new_key(request: KeyRequest) -> tuple[str, ApiKey]:
@@ -37,11 +38,14 @@ def new_key(request: KeyRequest) -> tuple[str, ApiKey]:
 
 def main(arguments: list[str] | None = None) -> int:
     try:
-        request = CliApp.run(KeyRequest, cli_args=sys.argv[1:] if arguments is None else arguments)
+        request = read_flags(KeyRequest, sys.argv[1:] if arguments is None else arguments)
         secret, entry = new_key(request)
     except ValidationError as error:
         for fault in error.errors(include_url=False, include_input=False):
             print(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}", file=sys.stderr)
+        return 2
+    except SettingsError as error:
+        print(error, file=sys.stderr)
         return 2
     print(secret, file=sys.stderr)
     print(entry.model_dump_json(exclude_none=True))

@@ -507,7 +507,7 @@ class CompletionBody(GenerationBody):
         description="Log-probability of each token when it was decided, and of so many others.",
     )
     stop: Annotated[Annotated[list[StopString], Field(max_length=4)] | None, BeforeValidator(as_list)] = None
-    max_tokens: int | None = Field(default=None, ge=1, description="Unset: 16, as OpenAI has it.")
+    max_tokens: int | None = Field(default=None, ge=1, lt=COUNT_LIMIT, description="Unset: 16, as OpenAI has it.")
     stream_options: StreamOptions | None = None
 
     @property
@@ -583,7 +583,26 @@ def parse(kind: type[Body], value: object) -> Body:
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        raise of_validation(error, fields) from None
+        raise of_validation(_within_range(kind, fields, error), fields) from None
+
+
+def _within_range(kind: type[BaseModel], fields: dict[str, object], error: ValidationError) -> ValidationError:
+    """Return the error, or one that names the range, of an integer beyond 64 bits: orjson makes a float of that."""
+    place = complaint_of(error, fields).place
+    if not place or error.errors(include_url=False)[0]["type"] not in ("int_type", "int_parsing_size"):
+        return error
+    inner: Any = fields
+    for part in place[:-1]:
+        inner = inner[part]
+    value: object = inner[place[-1]]
+    if not (isinstance(value, float) and value.is_integer()):
+        return error
+    inner[place[-1]] = int(value)
+    try:
+        kind.model_validate(fields)
+    except ValidationError as exact:
+        return exact
+    return error
 
 
 def known_fields(kind: type[BaseModel]) -> frozenset[str]:

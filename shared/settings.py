@@ -4,14 +4,26 @@ One pydantic-settings class for each process is the only place where an option i
 (`DIFFLEET_<FIELD>`), its command-line flag (`--field`) and its Helm value derive from the field.
 """
 
+import csv
+import json
+import re
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast, get_origin
 from urllib.parse import quote, urlsplit
 
 from pydantic import Field, SecretStr, model_validator
-from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, SettingsConfigDict
+from pydantic.fields import FieldInfo
+from pydantic_settings import (
+    BaseSettings,
+    CliApp,
+    CliSettingsSource,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
 
 from shared.keys import MODEL_NAME
 
@@ -59,6 +71,17 @@ class ServiceSettings(BaseSettings):
         description="Where the embedded server and the logs live.",
     )
 
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, _Environment(settings_cls)
+
     @model_validator(mode="before")
     @classmethod
     def _join_credentials(cls, given: dict[str, Any]) -> dict[str, Any]:
@@ -74,14 +97,49 @@ class ServiceSettings(BaseSettings):
         return {**given, "redis_url": parts._replace(netloc=f"{credentials}@{parts.netloc}").geturl()}
 
 
+class _Environment(EnvSettingsSource):
+    """The environment's variables; a list is written as its flag takes it, `a,b`, or as JSON, `["a", "b"]`."""
+
+    def __call__(self) -> dict[str, Any]:
+        try:
+            return super().__call__()
+        except SettingsError as error:
+            if isinstance(error.__cause__, SettingsError):
+                raise error.__cause__ from None
+            raise
+
+    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
+        if get_origin(field.annotation) is not tuple:
+            return super().decode_complex_value(field_name, field, value)
+        try:
+            return _items_of(value)
+        except (ValueError, csv.Error) as error:
+            variable = f"{self.env_prefix}{field_name}".upper()
+            raise SettingsError(f'{variable}: must be a list such as a,b or ["a", "b"]: {error}') from None
+
+
+def _items_of(text: str) -> list[Any]:
+    """Return the items of `a,b` or of a JSON list, none of an empty text; raises ValueError, csv.Error."""
+    if text.lstrip().startswith("["):
+        return json.loads(text)
+    items = [item.strip() for item in next(csv.reader([text.strip()], skipinitialspace=True, strict=True), ())]
+    if "" in items:
+        raise ValueError(f"item {items.index('') + 1} is empty")
+    return items
+
+
 def read_flags(settings: type[T], arguments: Sequence[str]) -> T:
-    """Read flags, then the environment; raises pydantic's ValidationError, SystemExit for --help or a wrong flag."""
+    """Read flags, then the environment.
+
+    Raises pydantic's ValidationError, SettingsError for what is no list, SystemExit for --help or a wrong flag.
+    """
     source = CliSettingsSource[Any](settings, add_argument_method=_add_argument)
     return CliApp.run(settings, cli_args=list(arguments), cli_settings_source=source)
 
 
 _IN_WORDS = {"str": "TEXT", "SecretStr": "TEXT", "Path": "PATH", "int": "NUMBER", "float": "NUMBER"}
 """What --help calls a value, by its type."""
+_LIST_BY_DEFAULT = re.compile(r"\(default: \((.*?),?\)\)")
 
 
 def _add_argument(parser: ArgumentParser, *flags: str, **how: Any) -> Any:
@@ -89,7 +147,8 @@ def _add_argument(parser: ArgumentParser, *flags: str, **how: Any) -> Any:
         kind, many, _ = str(metavar).removeprefix("tuple[").partition(",...]")
         how["metavar"] = _IN_WORDS.get(kind, kind) + (",..." if many else "")
     if text := how.get("help"):
-        how["help"] = text.replace(" (default: null)", "")
+        text = text.replace(" (default: null)", "")
+        how["help"] = _LIST_BY_DEFAULT.sub(lambda found: f"(default: {found[1] or 'none'})".replace("'", ""), text)
     return parser.add_argument(*flags, **how)
 
 

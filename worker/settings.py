@@ -161,5 +161,5 @@ WorkerSettings.__doc__ = f"Decode requests of one model from the queue.\n\n{Exit
 
 
 def read_settings(argv: Sequence[str]) -> WorkerSettings:
-    """Read flags, then the environment; raises pydantic's ValidationError, SystemExit for --help or a wrong flag."""
+    """Read flags, then the environment; raises as `read_flags`."""
     return read_flags(WorkerSettings, argv)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from pydantic import ValidationError
+from pydantic_settings import SettingsError
 
 from api.jobs.service import serve
 from api.jobs.settings import JobSettings
@@ -32,6 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValidationError as error:
         for fault in error.errors(include_url=False, include_input=False):
             print(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}", file=sys.stderr)
+        return EXIT_USAGE
+    except SettingsError as error:
+        print(error, file=sys.stderr)
         return EXIT_USAGE
     except ValueError as error:
         print(f"redis_url: {error}", file=sys.stderr)

@@ -29,7 +29,7 @@ class _Measured:
 async def bench(
     servers: Sequence[str], model: str | None, loads: Sequence[Load], objective: Objective, outputs: Outputs
 ) -> None:
-    """Warm every server up, measure every load on each, print the table; raises `Stop`.
+    """Warm every server up, measure every load on each, print the table; raises `Stop`, also if a request failed.
 
     Servers take turns at each load, so that what else the machine does meets them alike. What ends it early, as Ctrl-C
     does, ends it only after the report of what was measured by then.
@@ -50,8 +50,12 @@ async def bench(
                 "loads": [{**asdict(load), "prompts": len(load.prompts)} for load in loads],
             }
             _report(measured, objective, outputs, facts)
-    if all(shot.fault is not None for one in measured for shot in one.round.shots):
+    faults = [shot.fault for one in measured for shot in one.round.shots]
+    failed = sum(fault is not None for fault in faults)
+    if failed == len(faults):
         raise Stop(Exit.FAILED, "no request was answered")
+    if failed:
+        raise Stop(Exit.FAILED, f"{failed} of {len(faults)} requests failed")
 
 
 async def _measure(servers: Sequence[str], model: str | None, loads: Sequence[Load], measured: list[_Measured]) -> None:

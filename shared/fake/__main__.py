@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 from pydantic import Field, ValidationError
-from pydantic_settings import SettingsConfigDict
+from pydantic_settings import SettingsConfigDict, SettingsError
 
 from shared.card import CARD_FILES, ModelCard
 from shared.connection import FleetUnavailable
@@ -95,6 +95,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValidationError as error:
         for fault in error.errors(include_input=False, include_url=False):
             print(f"fake: {'.'.join(map(str, fault['loc']))}: {fault['msg']}", file=sys.stderr)
+        return 2
+    except SettingsError as error:
+        print(f"fake: {error}", file=sys.stderr)
         return 2
     except (OSError, ValueError, KeyError, InvalidTokenizer) as error:
         print(f"fake: model: {error}", file=sys.stderr)

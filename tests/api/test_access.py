@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,13 @@ def write(path: Path, *entries: dict[str, object]) -> Path:
 def test_a_made_key_is_found_by_its_entry_and_by_nothing_else(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["--id", "team-a", "--tokens-per-minute", "5"]) == 0
+    assert main(["--id", "team-a", "--tokens-per-minute", "5", "--scopes", "inference,admin"]) == 0
     printed = capsys.readouterr()
     secret, entry = printed.err.strip(), json.loads(printed.out)
     assert secret not in printed.out
     keys = load_keys(write(tmp_path / "keys.json", entry))
     found = find_key(keys, secret)
-    assert found and (found.id, found.scopes, found.tokens_per_minute) == ("team-a", ("inference",), 5)
+    assert found and (found.id, found.scopes, found.tokens_per_minute) == ("team-a", ("inference", "admin"), 5)
     assert find_key(keys, secret + "x") is None and find_key((), secret) is None
 
 
@@ -45,6 +46,34 @@ def test_a_broken_key_file_is_named_without_its_content_and_ends_the_start(
     assert "api_keys_file" in capsys.readouterr().err
     with pytest.raises(InvalidKeys):
         load_keys(tmp_path / "missing.json")
+
+
+def test_a_file_of_one_entry_outside_a_list_is_told_to_be_no_list(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    path.write_text(json.dumps({"id": "a", "sha256": hash_key("one")}))
+    with pytest.raises(InvalidKeys, match=r"keys\.json: must be a JSON list of keys"):
+        load_keys(path)
+    path.write_text("{")
+    with pytest.raises(InvalidKeys) as caught:
+        load_keys(path)
+    assert ": :" not in str(caught.value)
+
+
+def test_the_key_file_of_the_documentation_is_one(tmp_path: Path) -> None:
+    page = Path(__file__).parents[2] / "docs" / "security.md"
+    (shown,) = re.findall(r"```json\n(.*?)```", page.read_text(), re.S)
+    path = tmp_path / "keys.json"
+    path.write_text(shown)
+    assert [key.id for key in load_keys(path)] == ["team-a"]
+
+
+def test_help_for_keys_is_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    told = capsys.readouterr().out
+    assert ended.value.code == 0 and "{inference,admin},..." in told
+    assert "(default: inference)" in " ".join(told.split())
+    assert "tuple" not in told and "null" not in told
 
 
 async def test_scopes_open_what_they_name(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from shared.commands import COUNT_LIMIT
 from tests.api.scripted import CARD, Caller, ScriptedFleet
 
 WRONG: list[Any] = [True, -1, "x", "", [], [{}], [[5]], {"x": 1}, {"type": "x"}]
@@ -130,6 +131,10 @@ async def test_a_refusal_names_a_field_of_the_request_and_nothing_of_python(call
             "diffusion.template[1].most is not a known option",
         ),
         ({"max_tokens": 1.5}, "max_tokens", "max_tokens must be an integer"),
+        ({"seed": 2**65}, "seed", f"seed must be less than {2**63}"),
+        ({"seed": -(2**65)}, "seed", f"seed must be greater than or equal to {-(2**63)}"),
+        ({"max_tokens": 2**70}, "max_tokens", f"max_tokens must be less than {COUNT_LIMIT}"),
+        ({"diffusion": {"steps": 2**70}}, "diffusion.steps", f"diffusion.steps must be less than {COUNT_LIMIT}"),
         ({"stop": [1]}, "stop[0]", "stop[0] must be a string"),
         ({"guided_json": {"$ref": "#"}}, "guided_json", None),
         ({"guided_grammar": 'start: start "a"'}, "guided_grammar", None),

@@ -5,6 +5,7 @@ import random
 import re
 import signal
 import subprocess
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shared.cli.bench import Outputs, bench
+from shared.cli.exits import Exit, Stop
 from shared.cli.load import Load, Range, Round, Shot, pauses, read_prompts
 from shared.cli.load_report import Objective, percentile, plot, summarize
 from tests.cli.fleet_process import DIFFLEET, Up, diffleet, environment
@@ -153,6 +156,30 @@ def test_a_file_without_usable_prompts_is_refused(tmp_path: Path, content: str, 
     file.write_text(content)
     with pytest.raises(ValueError, match=complaint):
         read_prompts(file)
+
+
+@pytest.mark.parametrize("faults", [(None, "HTTP 503"), ("HTTP 503", "HTTP 503")])
+async def test_a_request_that_failed_ends_the_command_with_1_after_the_table(
+    faults: tuple[str | None, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def fire(url: str, model: str | None, load: Load, told: Callable[[Shot], None]) -> None:
+        for fault in faults:
+            told(Shot(8, tokens=8, nfe=4, blocks_s=(0.5,), block_tokens=(8,), total_s=0.5, fault=fault))
+
+    monkeypatch.setattr("shared.cli.bench.fire", fire)
+    with pytest.raises(Stop) as stopped:
+        await bench(["http://here"], None, [LOAD], Objective(), Outputs())
+    assert stopped.value.exit_code == Exit.FAILED
+    printed = capsys.readouterr()
+    assert "x2 (2 of 4)" in printed.out and "times HTTP 503" in printed.err
+
+
+async def test_where_no_request_failed_the_command_ends_with_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fire(url: str, model: str | None, load: Load, told: Callable[[Shot], None]) -> None:
+        told(Shot(8, tokens=8, nfe=4, blocks_s=(0.5,), block_tokens=(8,), total_s=0.5))
+
+    monkeypatch.setattr("shared.cli.bench.fire", fire)
+    await bench(["http://here"], None, [LOAD], Objective(), Outputs())
 
 
 @pytest.mark.slow

@@ -76,16 +76,24 @@ def write(table: BlockLengths, folder: Path) -> None:
     (folder / FILE).write_text(table.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
 
-def main() -> None:
+def _lengths(text: str) -> list[int]:
+    lengths = [int(length) for length in text.split(",")]
+    if min(lengths) < 1:
+        raise ValueError("a block has one token at least")
+    return lengths
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Measure a bundled model at several block lengths.")
     parser.add_argument("--model", choices=BUNDLED, required=True)
-    parser.add_argument("--lengths", default="8,16,32", help="those that the model was trained on")
+    parser.add_argument(
+        "--lengths", type=_lengths, default="8,16,32", metavar="N,...", help="those that the model was trained on"
+    )
     parser.add_argument("--items", type=int, default=500, help="most items of a headline task; a quarter of others")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     settings = WorkerSettings(model=arguments.model, device="cpu", dtype="float32")
     items = collect(TASKS.values(), arguments.items)
-    lengths = [int(length) for length in arguments.lengths.split(",")]
-    table = measure(settings, items, lengths, lambda row: print(row.model_dump_json(), flush=True))
+    table = measure(settings, items, arguments.lengths, lambda row: print(row.model_dump_json(), flush=True))
     write(table, bundled_folder(arguments.model))
 
 

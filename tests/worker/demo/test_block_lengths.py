@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
+import pytest
 from tokenizers import Tokenizer
 
 from shared.block_lengths import BlockLengths, Measured, read_block_lengths
 from worker.bundled import bundled_folder
-from worker.demo.block_lengths import measure, write
+from worker.demo.block_lengths import main, measure, write
 from worker.demo.evaluate import collect, evaluate
 from worker.demo.export import load_model
 from worker.demo.reference_decoder import ReferenceDecoder, Settings
@@ -30,6 +31,13 @@ def test_each_length_is_measured_as_the_evaluation_would() -> None:
     for row in table.lengths:
         score = told[str(row.block_length)]
         assert (row.accuracy, row.tokens_per_forward) == (score["accuracy"], score["tokens_per_forward"])
+
+
+@pytest.mark.parametrize("wrong", ["a,b", "8,", "0", ""])
+def test_what_is_no_list_of_lengths_is_refused_by_its_option(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--model", MODEL, "--lengths", wrong])
+    assert ended.value.code == 2 and "--lengths" in capsys.readouterr().err
 
 
 def row(length: int, accuracy: float) -> Measured:
