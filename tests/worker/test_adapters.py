@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from shared.adapters import WEIGHTS, InvalidAdapter, UnreadableAdapter, digest_of
 from shared.commands import Generate, Limits, LoraUse
-from shared.events import Delta, Event, Failed
+from shared.events import Delta, Event, Failed, Finished
 from tests.goldens.folder import find_folders
 from tests.goldens.passes import Pass, run_pass
 from tests.worker.adapter_folders import read_weights, write_adapter, write_merged
@@ -223,6 +223,30 @@ def test_a_stack_of_adapters_takes_what_was_counted_for_it(chosen: list[tuple[in
     assert lora is not None
     taken = sum(adapted.factors.a.nbytes + adapted.factors.b.nbytes for adapted in lora.stacks.values())
     assert taken <= stacked_size(adapters.values()) <= taken + 1
+
+
+@pytest.mark.parametrize("embed", [False, True])
+def test_weights_that_overflow_are_the_fault_of_the_requests_own_adapter(
+    model: LoadedModel, shelf: Shelf, tmp_path: Path, embed: bool
+) -> None:
+    hot = shelf.get(digest_of(tmp_path / "a"))
+    assert hot is not None
+    with torch.inference_mode():
+        for pair in hot.factors.values():
+            for factor in pair:
+                factor.fill_(1e30)
+    runner = Runner(model, 128, 8, adapters=shelf)
+    engine = Engine(model.spec, CacheShape(8, 128), BatchLimits(16, 64), runner, lambda *_: NoText())
+    asked = [ask("bad", [use(tmp_path, "a")]), ask("other", [use(tmp_path, "b")]), ask("base")]
+    asked = [each.model_copy(update={"embed": embed}) for each in asked]
+    events = engine.step(Inbox(arrivals=[Arrival(each, epoch=1) for each in asked])).events
+    while not engine.idle:
+        events += engine.step(Inbox()).events
+    ends = {event.id: event for event in events if isinstance(event, Failed | Finished)}
+    assert isinstance(ends["other"], Finished) and isinstance(ends["base"], Finished)
+    bad = ends["bad"]
+    assert isinstance(bad, Failed) and (bad.code, bad.param) == ("unsupported", "lora")
+    assert bad.message.endswith("are not finite under this request's adapters: a")
 
 
 # --- the store
