@@ -8,7 +8,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
@@ -237,6 +237,7 @@ def test_what_is_forced_is_told_and_nothing_else() -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), min_size=1, max_size=12), st.integers(0, 12))
+@example([(False, False, False)] * 4 + [(True, False, False), (True, True, False), (True, False, True)], 6)
 def test_what_is_forced_is_accepted_with_what_stands_before_it(
     places: list[tuple[bool, bool, bool]], last: int
 ) -> None:

@@ -82,6 +82,7 @@ class Filling:
         accepted = [*accepted[: fill.end], False, *accepted[fill.end + 1 :]]
         if not any(accepted):
             accepted[left[0]] = True
+            accepted = _with_forced(accepted, fill)
         return accepted
 
 
