@@ -346,7 +346,10 @@ class MoeMLP(nn.Module):
         """Of those that lie here; the others' parts are added by the ranks that have them."""
 
     def forward(self, x: Tensor, context: ForwardContext | None = None) -> Tensor:
-        logits = kernels.router_logits(x, self.router)
+        return self.mix(x, kernels.router_logits(x, self.router), context)
+
+    def mix(self, x: Tensor, logits: Tensor, context: ForwardContext | None = None) -> Tensor:
+        """Return what the experts that the router's logits [tokens, experts] choose make of x [tokens, hidden]."""
         ids, weights = kernels.route(logits, self.rule, self.selection_bias)
         if len(self.down) < len(self.router):
             ids = ids - self.first_expert

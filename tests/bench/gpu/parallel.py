@@ -10,34 +10,19 @@ import gc
 import json
 import os
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.multiprocessing as processes
-from torch import Tensor
 
 from tests.bench.gpu.shapes import SHAPES, random_model
 from tests.bench.gpu.steps import Loop
+from tests.worker.parallel.ranks import SilentPeers
 from worker.models.layers import Peers
 from worker.parallel.peers import TorchPeers
 
 CONTEXT = 1024
 PRODUCE = 256
-
-
-@dataclass(frozen=True)
-class SilentPeers:
-    """The other ranks, if they took no time and had nothing to say."""
-
-    rank: int
-    size: int
-
-    def sum(self, x: Tensor) -> Tensor:
-        return x
-
-    def gather(self, x: Tensor) -> Tensor:
-        return x[None].repeat(self.size, *[1] * x.dim())
 
 
 def step_ms(name: str, rows: int, block: int, per_step: int, device: torch.device, peers: Peers | None) -> float:

@@ -76,12 +76,7 @@ def _scatter_routing(mlp: MoeMLP) -> None:
 
     def forward(x: Tensor, context: ForwardContext | None = None) -> Tensor:
         logits = torch.add(scores[: x.shape[0]], kernels.router_logits(x, mlp.router), alpha=1e-3)
-        ids, weights = kernels.route(logits, mlp.rule, mlp.selection_bias)
-        if len(mlp.down) < len(mlp.router):
-            ids = ids - mlp.first_expert
-            ids = ids.masked_fill((ids < 0) | (ids >= len(mlp.down)), -1)
-        routed = kernels.experts(x, ids, weights, mlp.gate_up, mlp.down)
-        return routed if mlp.shared is None else routed + mlp.shared.forward(x, context)
+        return mlp.mix(x, logits, context)
 
     mlp.forward = forward
 

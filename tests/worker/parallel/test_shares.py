@@ -1,6 +1,5 @@
 """The parts that ranks hold of a model cover it once, and every stored number finds its way."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kernels.moe import Router
+from tests.worker.parallel.ranks import SilentPeers
 from tests.worker.tiny_checkpoints import write_checkpoint
 from worker.models import ModelError, load_model
 from worker.models.checkpoint import read_checkpoint
@@ -19,20 +19,6 @@ from worker.parallel.loading import load_share, share_decoder
 from worker.parallel.shares import Cut, NotDivisible, Rank, check_divisible, cuts, pieces, vocabulary
 
 CPU = torch.device("cpu")
-
-
-@dataclass
-class Alone:
-    """A rank whose peers add nothing."""
-
-    rank: int
-    size: int
-
-    def sum(self, x: Tensor) -> Tensor:
-        return x
-
-    def gather(self, x: Tensor) -> Tensor:
-        return x[None].expand(self.size, *x.shape)
 
 
 def a_decoder(heads: int, kv_heads: int, inner: int, vocabulary_size: int, moe: MoeShape | None) -> Decoder:
@@ -115,7 +101,7 @@ def test_a_rank_reads_its_slices_of_a_checkpoint(tmp_path: Path, size: int, shar
     assert isinstance(module, Decoder)
 
     for rank in range(size):
-        own = load_share(read_checkpoint(folder), Alone(rank, size), device=CPU, dtype=torch.float32)
+        own = load_share(read_checkpoint(folder), SilentPeers(rank, size), device=CPU, dtype=torch.float32)
         assert isinstance(own.module, Decoder) and (own.module.head is own.module.embedding) is tied
         assert own.spec.num_kv_heads == max(1, 2 // size)
         parts = cuts(module, Rank(rank, size))
@@ -150,7 +136,7 @@ def test_a_model_without_equal_shares_is_refused_by_the_size_at_fault(
 ) -> None:
     folder = write_checkpoint(tmp_path / "m", **changes)
     with pytest.raises(ModelError, match=f"tensor_parallel: {message}"):
-        load_share(read_checkpoint(folder), Alone(0, 3), device=CPU, dtype=torch.float32)
+        load_share(read_checkpoint(folder), SilentPeers(0, 3), device=CPU, dtype=torch.float32)
 
 
 def test_experts_that_cannot_be_shared_are_refused() -> None:
@@ -162,7 +148,7 @@ def test_experts_that_cannot_be_shared_are_refused() -> None:
 def test_what_each_rank_adds_is_added_once() -> None:
     decoders = [a_decoder(4, 2, 8, 64, None) for _ in range(2)]
     for rank, decoder in enumerate(decoders):
-        share_decoder(decoder, Alone(rank, 2), CPU)
+        share_decoder(decoder, SilentPeers(rank, 2), CPU)
 
     biases = [next(iter(decoder.layers)).attention.out.bias for decoder in decoders]
     assert biases[0] is not None and biases[1] is None
