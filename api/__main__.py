@@ -15,7 +15,7 @@ from api.deps import Services
 from api.settings import ApiSettings
 from api.webhooks.signing import InvalidSecrets
 from shared.client import FleetClient
-from shared.settings import read_flags
+from shared.settings import complaints, read_flags
 from shared.telemetry import configure_logging
 from shared.tracing import TracingUnavailable, require_tracing
 
@@ -74,12 +74,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         settings = read_flags(ApiSettings, sys.argv[1:] if arguments is None else arguments)
         FleetClient.connect(settings.redis_url)
-    except ValidationError as error:
-        for fault in error.errors(include_url=False, include_input=False):
-            print(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}", file=sys.stderr)
-        return EXIT_USAGE
-    except SettingsError as error:
-        print(error, file=sys.stderr)
+    except (ValidationError, SettingsError) as error:
+        for complaint in complaints(error):
+            print(complaint, file=sys.stderr)
         return EXIT_USAGE
     except ValueError as error:
         print(f"redis_url: {error}", file=sys.stderr)

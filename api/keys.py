@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from api.access import KEY_PREFIX, ApiKey, KeyScope, hash_key
-from shared.settings import read_flags
+from shared.settings import complaints, read_flags
 
 _KEY_BYTES = 32
 
@@ -40,12 +40,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         request = read_flags(KeyRequest, sys.argv[1:] if arguments is None else arguments)
         secret, entry = new_key(request)
-    except ValidationError as error:
-        for fault in error.errors(include_url=False, include_input=False):
-            print(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}", file=sys.stderr)
-        return 2
-    except SettingsError as error:
-        print(error, file=sys.stderr)
+    except (ValidationError, SettingsError) as error:
+        for complaint in complaints(error):
+            print(complaint, file=sys.stderr)
         return 2
     print(secret, file=sys.stderr)
     print(entry.model_dump_json(exclude_none=True))

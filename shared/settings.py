@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, get_origin
 from urllib.parse import quote, urlsplit
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, SecretStr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
@@ -135,6 +135,14 @@ def read_flags(settings: type[T], arguments: Sequence[str]) -> T:
     """
     source = CliSettingsSource[Any](settings, add_argument_method=_add_argument)
     return CliApp.run(settings, cli_args=list(arguments), cli_settings_source=source)
+
+
+def complaints(error: ValidationError | SettingsError) -> list[str]:
+    """Return a line for each fault, the setting's name first where it is one setting's; values are not quoted."""
+    if isinstance(error, SettingsError):
+        return [str(error)]
+    faults = error.errors(include_url=False, include_input=False)
+    return [": ".join(filter(None, (".".join(map(str, fault["loc"])), fault["msg"]))) for fault in faults]
 
 
 _IN_WORDS = {"str": "TEXT", "SecretStr": "TEXT", "Path": "PATH", "int": "NUMBER", "float": "NUMBER"}

@@ -20,6 +20,7 @@ from shared.connection import open_sync_client
 from shared.heart import Heart
 from shared.queue import WorkerQueue
 from shared.roster import WorkerInfo, WorkerState
+from shared.settings import complaints
 from shared.telemetry import configure_logging
 from shared.tracing import Tracing, TracingUnavailable, open_tracing
 from worker.bridge import Bridge, BridgeError, Pace
@@ -41,13 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a worker to its end; returns an `ExitCode`. To be called from the main thread."""
     try:
         settings = read_settings(sys.argv[1:] if argv is None else argv)
-    except ValidationError as error:
-        for fault in error.errors(include_input=False, include_url=False):
-            field = ".".join(str(part) for part in fault["loc"])
-            _complain(f"{field}: {fault['msg']}" if field else fault["msg"])
-        return ExitCode.BAD_SETTINGS
-    except SettingsError as error:
-        _complain(str(error))
+    except (ValidationError, SettingsError) as error:
+        for complaint in complaints(error):
+            _complain(complaint)
         return ExitCode.BAD_SETTINGS
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)  # until there is something to drain

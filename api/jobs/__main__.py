@@ -14,7 +14,7 @@ from api.jobs.settings import JobSettings
 from api.webhooks.ask import WebhookDesk
 from api.webhooks.signing import InvalidSecrets
 from shared.client import FleetClient
-from shared.settings import read_flags
+from shared.settings import complaints, read_flags
 from shared.telemetry import configure_logging
 
 EXIT_USAGE = 2
@@ -30,12 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InvalidSecrets as error:
         print(f"webhook_secrets_file: {error}", file=sys.stderr)
         return EXIT_USAGE
-    except ValidationError as error:
-        for fault in error.errors(include_url=False, include_input=False):
-            print(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}", file=sys.stderr)
-        return EXIT_USAGE
-    except SettingsError as error:
-        print(error, file=sys.stderr)
+    except (ValidationError, SettingsError) as error:
+        for complaint in complaints(error):
+            print(complaint, file=sys.stderr)
         return EXIT_USAGE
     except ValueError as error:
         print(f"redis_url: {error}", file=sys.stderr)

@@ -21,7 +21,7 @@ from shared.fake.answer import EMBEDDING_SIZE
 from shared.fake.worker import FakeWorker
 from shared.heart import Heart
 from shared.queue import WorkerQueue
-from shared.settings import ServiceSettings, check_model_name, read_flags
+from shared.settings import ServiceSettings, check_model_name, complaints, read_flags
 from shared.telemetry import configure_logging
 from shared.text import InvalidTokenizer, Tokenizer
 
@@ -92,12 +92,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         settings = read_flags(FakeSettings, sys.argv[1:] if argv is None else argv)
         card = card_of(settings.model_name, settings.model)
-    except ValidationError as error:
-        for fault in error.errors(include_input=False, include_url=False):
-            print(f"fake: {'.'.join(map(str, fault['loc']))}: {fault['msg']}", file=sys.stderr)
-        return 2
-    except SettingsError as error:
-        print(f"fake: {error}", file=sys.stderr)
+    except (ValidationError, SettingsError) as error:
+        for complaint in complaints(error):
+            print(f"fake: {complaint}", file=sys.stderr)
         return 2
     except (OSError, ValueError, KeyError, InvalidTokenizer) as error:
         print(f"fake: model: {error}", file=sys.stderr)
