@@ -1,1 +1,4 @@
-"""Fused twins of the operations, in Triton. Imported only where there is a device (or Triton's interpreter)."""
+"""Fused twins of the operations, in Triton; products of many tokens in CUDA C++ (`clusters`).
+
+Imported only where there is a device (or Triton's interpreter).
+"""

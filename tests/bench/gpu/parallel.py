@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ import torch.multiprocessing as processes
 
 from tests.bench.gpu.shapes import SHAPES, random_model
 from tests.bench.gpu.steps import Loop
+from tests.bench.gpu.timing import device_ms
 from tests.worker.parallel.ranks import SilentPeers
 from worker.models.layers import Peers
 from worker.parallel.peers import TorchPeers
@@ -40,23 +42,9 @@ def step_ms(name: str, rows: int, block: int, per_step: int, device: torch.devic
 
 
 def sum_us(peers: Peers, rows: int, width: int) -> float:
-    """Return what one sum over the ranks takes in a graph, us; every rank replays it as often."""
+    """Return what one sum over the ranks takes in a graph, us."""
     parts = [torch.randn(rows, width, device="cuda", dtype=torch.bfloat16) for _ in range(8)]
-    for part in parts:
-        peers.sum(part)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for part in parts:
-            peers.sum(part)
-    graph.replay()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(50):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 50 / len(parts) * 1e3
+    return 1e3 * device_ms([partial(peers.sum, part) for part in parts], count=50)
 
 
 def follow(number: int, names: list[str], rows: list[int], block: int, per_step: int, ranks: int, meeting: str) -> None:

@@ -7,10 +7,13 @@ from statistics import median
 import torch
 
 
-def device_ms(calls: Sequence[Callable[[], object]], repeats: int = 5, least_ms: float = 10.0) -> float:
+def device_ms(
+    calls: Sequence[Callable[[], object]], repeats: int = 5, least_ms: float = 10.0, count: int | None = None
+) -> float:
     """Return the median time of one call in ms: the calls are captured in one graph, replayed, and timed by events.
 
-    Several calls over different data keep the cache from answering for the memory.
+    Several calls over different data keep the cache from answering for the memory. Ranks that exchange something in a
+    call have to agree on `count`, the replays timed at once; else as many are taken as last `least_ms`.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -19,12 +22,13 @@ def device_ms(calls: Sequence[Callable[[], object]], repeats: int = 5, least_ms:
             call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # By thread, because NCCL has one that looks after its work meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for call in calls:
             call()
     graph.replay()
     once = _replay_ms(graph, 1)
-    count = max(1, int(least_ms / max(once, 1e-3)))
+    count = count or max(1, int(least_ms / max(once, 1e-3)))
     return median(_replay_ms(graph, count) for _ in range(repeats)) / len(calls)
 
 
