@@ -21,7 +21,10 @@ _LONGEST_CONFIG = 4 * 2**20
 _LONGEST_HEADER = 64 * 2**20
 _PREFIX = "base_model.model."
 _ENDS = {".lora_A.weight": 0, ".lora_B.weight": 1}
-_DTYPES = ("F32", "F16", "BF16")
+# Bytes of an element. In each, a value is NaN or infinite where all bits of its exponent are set.
+_DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
+_SCANNED = 2**18
+"""Bytes of a tensor that are looked at together; a multiple of every element's."""
 # What an adapter could ask for beyond a low-rank product, and the values with which it does not.
 _FIXED: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
@@ -46,6 +49,11 @@ _FIXED: Mapping[str, tuple[object, ...]] = {
 # adapter begins with, unless it is converted when it is saved.
 _BEGINNINGS = ("gaussian", "eva", "orthogonal")
 
+# Of each value of a byte 1 or 0: whether its 5, or 7, bits below the sign are set; whether its highest bit is.
+_FULL_5 = bytes(byte & 0x7C == 0x7C for byte in range(256))
+_FULL_7 = bytes(byte & 0x7F == 0x7F for byte in range(256))
+_TOP_BIT = bytes(byte >> 7 for byte in range(256))
+
 Shape = tuple[int, int]
 Targets = Mapping[str, Shape]
 """(outputs, inputs) of each linear layer that may have an adapter."""
@@ -62,6 +70,16 @@ class InvalidAdapter(Exception):
 
 class UnreadableAdapter(InvalidAdapter):
     """A file or folder is not there, or cannot be read: it may be elsewhere, or later."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a tensor lies in its file."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    first: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +162,26 @@ def check_adapter(folder: Path, targets: Targets) -> AdapterFacts:
     return AdapterFacts(rank, alpha / divisor, tuple(sorted(shapes)), parameters)
 
 
+def check_values(folder: Path) -> None:
+    """Read an adapter's weights; raises `InvalidAdapter` naming the first tensor with a value that is not finite.
+
+    Takes the memory of one piece, whatever the size of the file.
+    """
+    path = _weights_of(folder)
+    places = _read_places(path)
+    try:
+        with path.open("rb") as file:
+            for name, place in sorted(places.items(), key=lambda item: item[1].first):
+                file.seek(place.first)
+                for start in range(place.first, place.end, _SCANNED):
+                    piece = file.read(min(_SCANNED, place.end - start))
+                    if not _is_finite(piece, place.dtype):
+                        message = f"{name[:200]} holds values that are not finite (NaN or infinity)"
+                        raise InvalidAdapter(path.name, message)
+    except OSError as error:
+        raise UnreadableAdapter(path.name, error.strerror or "cannot be read") from error
+
+
 def digest_of(folder: Path) -> str:
     """Return the sha256 (hex) over an adapter's files; raises `InvalidAdapter`."""
     total = hashlib.sha256()
@@ -175,6 +213,10 @@ def unpack_targets(content: bytes) -> dict[str, Shape]:
 
 def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor of a safetensors file, from its header alone; raises `InvalidAdapter`."""
+    return {name: place.shape for name, place in _read_places(path).items()}
+
+
+def _read_places(path: Path) -> dict[str, _Place]:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -185,7 +227,7 @@ def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
         if not isinstance(header, dict):
             raise ValueError("an object was expected")
         entries = cast(dict[str, dict[str, Any]], header)
-        shapes: dict[str, tuple[int, ...]] = {}
+        places: dict[str, _Place] = {}
         ranges: list[tuple[int, int, str]] = []
         for name, entry in entries.items():
             if name == "__metadata__":
@@ -194,10 +236,10 @@ def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
             if dtype not in _DTYPES:
                 raise InvalidAdapter(path.name, f"{name[:200]} is {dtype[:20]}; {', '.join(_DTYPES)} are supported")
             first, end = _counts(entry["data_offsets"])
-            if end - first != math.prod(shape) * (4 if dtype == "F32" else 2):
+            if end - first != math.prod(shape) * _DTYPES[dtype]:
                 raise InvalidAdapter(path.name, f"{name[:200]} does not lie in the file")
             ranges.append((first, end, name))
-            shapes[name] = shape
+            places[name] = _Place(shape, dtype, 8 + length + first, 8 + length + end)
         # As the format asks: one behind the other, from the header's end to the file's.
         at = 0
         for first, end, name in sorted(ranges):
@@ -206,11 +248,23 @@ def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
             at = end
         if at != size - 8 - length:
             raise InvalidAdapter(path.name, "is longer than its tensors")
-        return shapes
+        return places
     except OSError as error:
         raise UnreadableAdapter(path.name, error.strerror or "cannot be read") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidAdapter(path.name, "is not a safetensors file") from error
+
+
+def _is_finite(values: bytes, dtype: str) -> bool:
+    """Whether no exponent of a row of little-endian floats has all of its bits set."""
+    high = values[_DTYPES[dtype] - 1 :: _DTYPES[dtype]]
+    if dtype == "F16":
+        return 1 not in high.translate(_FULL_5)
+    # The exponent's last bit lies in the byte below.
+    if 1 not in (full := high.translate(_FULL_7)):
+        return True
+    below = values[_DTYPES[dtype] - 2 :: _DTYPES[dtype]].translate(_TOP_BIT)
+    return not int.from_bytes(full, "little") & int.from_bytes(below, "little")
 
 
 def _counts(values: object) -> tuple[int, ...]:

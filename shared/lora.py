@@ -9,6 +9,7 @@ import orjson
 from shared.commands import LoraUse
 from shared.connection import Link
 from shared.keys import loras
+from shared.roster import WorkerInfo
 
 ADAPTER_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}$")
 
@@ -24,6 +25,12 @@ class AdapterRecord:
     parameters: int
     created: int
     """Seconds since 1970."""
+
+    def is_loaded(self, worker: WorkerInfo) -> bool:
+        """Whether a worker has these files loaded, for whichever name."""
+        if worker.adapter_digests:
+            return self.digest in worker.adapter_digests
+        return self.name in worker.adapters  # a worker of before digests were told
 
     def use(self, scale: float = 1.0) -> LoraUse:
         return LoraUse(name=self.name, scale=scale, path=self.path, digest=self.digest)

@@ -32,7 +32,9 @@ class WorkerInfo:
     version: str = ""
     device: str = ""
     adapters: tuple[str, ...] = ()
-    """Names of the adapters that it has loaded."""
+    """Names of the adapters that it has loaded, each as the request had it that it was loaded for."""
+    adapter_digests: tuple[str, ...] = ()
+    """What the files of these are: several names, or a later one, may stand for the same files."""
     beat_ms: int = 0
     """Server time (ms since 1970) of its last beat; set by the server."""
 
@@ -54,6 +56,7 @@ def pack_worker(info: WorkerInfo) -> dict[str, str | int]:
         "version": info.version,
         "device": info.device,
         "adapters": ",".join(info.adapters),
+        "digests": ",".join(info.adapter_digests),
     }
 
 
@@ -71,6 +74,7 @@ def unpack_worker(fields: Mapping[bytes, bytes]) -> WorkerInfo | None:
         version=text.get("version", ""),
         device=text.get("device", ""),
         adapters=tuple(filter(None, text.get("adapters", "").split(","))),
+        adapter_digests=tuple(filter(None, text.get("digests", "").split(","))),
         beat_ms=int(text.get("beat", "0")),
         **numbers,
     )

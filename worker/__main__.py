@@ -171,6 +171,7 @@ def _serve(settings: WorkerSettings, tracing: Tracing) -> ExitCode:
             device=str(placement.device) if group is None else f"{placement.device} x{group.size}",
             version=_version(),
             adapters=tuple(assembly.adapters.names()) if assembly.adapters is not None else (),
+            adapter_digests=tuple(assembly.adapters.digests()) if assembly.adapters is not None else (),
         )
 
     heartbeat = Heartbeat(heart, pulse, settings.beat_s, bridge.held, bridge.judge, announce, give_up)

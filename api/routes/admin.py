@@ -15,7 +15,15 @@ from api.deps import Services, ServicesDep, json_body
 from api.errors import ApiError, invalid
 from api.openapi import ERROR_RESPONSES, request_body
 from api.schemas import StrictBody
-from shared.adapters import TARGETS_FILE, InvalidAdapter, check_adapter, digest_of, find_folder, unpack_targets
+from shared.adapters import (
+    TARGETS_FILE,
+    InvalidAdapter,
+    check_adapter,
+    check_values,
+    digest_of,
+    find_folder,
+    unpack_targets,
+)
 from shared.administration import RequestFacts
 from shared.card import ModelCard
 from shared.dead_letters import DeadLetter
@@ -45,8 +53,8 @@ class FlushBody(StrictBody):
 async def add_adapter(body: Annotated[AdapterBody, Depends(json_body(AdapterBody))], services: ServicesDep) -> Response:
     """Register an adapter for every worker of a model; each loads it when a request first asks for it.
 
-    Its configuration and the shapes of its tensors are checked first. An adapter of the same name is replaced; requests
-    that were accepted before keep the former.
+    Its configuration, the shapes of its tensors, and that all their values are finite, are checked first. An adapter of
+    the same name is replaced; requests that were accepted before keep the former.
     """
     card = (await services.catalog.resolve(body.model)).card
     record = await asyncio.to_thread(_read, services, card, body)
@@ -85,6 +93,7 @@ def _read(services: Services, card: ModelCard, body: AdapterBody) -> AdapterReco
     try:
         folder = find_folder(store, body.path)
         facts = check_adapter(folder, targets)
+        check_values(folder)
         digest = digest_of(folder)
     except InvalidAdapter as error:
         raise invalid(error.field, str(error), "invalid_adapter") from error
@@ -93,7 +102,7 @@ def _read(services: Services, card: ModelCard, body: AdapterBody) -> AdapterReco
 
 
 def _adapter(model: str, record: AdapterRecord, workers: Sequence[WorkerInfo]) -> dict[str, object]:
-    holding = [worker.id for worker in workers if record.name in worker.adapters]
+    holding = [worker.id for worker in workers if record.is_loaded(worker)]
     return _entry("adapter", record, model=model, workers=holding)
 
 
@@ -105,7 +114,8 @@ async def list_workers(services: ServicesDep, model: str | None = None) -> Respo
     """List the live workers of a model, or of all models."""
     entries: list[dict[str, object]] = []
     for name in await _models(services, model):
-        entries += [_entry("worker", worker) for worker in await services.fleet.workers(name)]
+        records = await services.catalog.adapters(name)
+        entries += [_worker(worker, records) for worker in await services.fleet.workers(name)]
     return json_response({"object": "list", "data": entries})
 
 
@@ -116,8 +126,17 @@ async def drain_worker(worker_id: str, services: ServicesDep) -> Response:
         for worker in await services.fleet.workers(name):
             if worker.id == worker_id:
                 await services.admin.orders.drain(name, worker_id)
-                return json_response(_entry("worker", worker, drain_requested=True), 202)
+                records = await services.catalog.adapters(name)
+                return json_response(_worker(worker, records) | {"drain_requested": True}, 202)
     raise ApiError(404, "not_found", f"no live worker is called {worker_id[:120]!r}")
+
+
+def _worker(info: WorkerInfo, records: Sequence[AdapterRecord]) -> dict[str, object]:
+    """Describe a worker, with every name of the adapters that it has loaded."""
+    known = {record.name for record in records}
+    # A name that now stands for other files would say that those are loaded.
+    names = {record.name for record in records if record.is_loaded(info)} | (set(info.adapters) - known)
+    return _entry("worker", info, adapters=sorted(names))
 
 
 @router.post("/prefix-cache/flush", status_code=202, openapi_extra=request_body(FlushBody), responses=ERROR_RESPONSES)

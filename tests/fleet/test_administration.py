@@ -9,8 +9,11 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from redis import Redis
+from safetensors.torch import load_file, save_file
 
+from shared.adapters import WEIGHTS
 from shared.client import FleetClient
 from shared.commands import Generate, Limits, encode_command
 from shared.embedded import EmbeddedServer
@@ -32,7 +35,7 @@ PROMPT = "once upon a time"
 def store(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     store = tmp_path_factory.mktemp("store")
     shapes, weights = shapes_of(find_targets(load_model(tiny_model))), read_weights(tiny_model)
-    for seed, name in enumerate(("fox", "owl", "brief", "gone"), 1):
+    for seed, name in enumerate(("fox", "owl", "brief", "gone", "unloved"), 1):
         write_adapter(store / name, weights, shapes, seed=seed)
     return store
 
@@ -105,6 +108,41 @@ def test_an_adapter_that_was_posted_once_serves_on_every_worker_and_on_one_that_
 
     until(late_holds_it, "the new worker has loaded it when it was asked for")
     late.end()
+
+
+def test_every_name_of_the_same_files_is_shown_as_loaded_and_a_name_of_other_files_no_longer(
+    http: httpx.Client, workers: list[WorkerProcess]
+) -> None:
+    for name in ("twin-a", "twin-b"):
+        register(http, name, "owl")
+    answer(http, model=f"{POOL}:twin-b")
+    until(lambda: bool(holders(http, "twin-a")), "the files are told of as loaded")
+    assert holders(http, "twin-a") == holders(http, "twin-b")
+
+    def shown() -> list[set[str]]:
+        listed = http.get("/admin/workers", params={"model": POOL}).json()["data"]
+        return [set(worker["adapters"]) & {"twin-a", "twin-b"} for worker in listed if worker["adapters"]]
+
+    assert {"twin-a", "twin-b"} in shown()
+    assert register(http, "twin-b", "unloved")["workers"] == []
+    assert holders(http, "twin-a") and not holders(http, "twin-b")
+    assert {"twin-a"} in shown() and {"twin-a", "twin-b"} not in shown()
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
+def test_an_adapter_with_a_value_that_is_not_finite_is_refused_when_it_is_registered(
+    http: httpx.Client, store: Path, kind: str
+) -> None:
+    folder = shutil.copytree(store / "fox", store / f"broken-{kind}")
+    dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind]
+    weights = {name: value.to(dtype) for name, value in load_file(folder / WEIGHTS).items()}
+    faulty = sorted(weights)[-1]
+    weights[faulty][-1, -1] = float("-inf")
+    save_file(weights, folder / WEIGHTS)
+    reply = http.post("/admin/loras", json={"name": "broken", "path": folder.name, "model": POOL})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"], error["param"]) == (400, "invalid_adapter", WEIGHTS)
+    assert faulty in error["message"] and "not finite" in error["message"]
 
 
 def test_models_list_their_adapters(http: httpx.Client) -> None:

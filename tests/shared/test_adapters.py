@@ -1,8 +1,10 @@
 """Adapter folders from anywhere: what cannot be served is refused, and the field at fault is named."""
 
 import json
+import math
 import os
 import struct
+import tracemalloc
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from shared.adapters import (
     WEIGHTS,
     InvalidAdapter,
     check_adapter,
+    check_values,
     digest_of,
     find_folder,
     pack_targets,
@@ -279,6 +282,79 @@ def test_a_header_without_end_is_refused(tmp_path: Path) -> None:
     (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(content)) + content)
     with pytest.raises(InvalidAdapter, match="is not a safetensors file"):
         check_adapter(folder, TARGETS)
+
+
+def _write_tensors(folder: Path, values: Mapping[str, tuple[str, bytes]]) -> Path:
+    """Write tensors of one dimension, each of a dtype and its bytes."""
+    folder.mkdir(exist_ok=True)
+    header: dict[str, Any] = {}
+    at = 0
+    for name, (dtype, content) in values.items():
+        header[name] = entry([len(content) // (4 if dtype == "F32" else 2)], at, at + len(content), dtype)
+        at += len(content)
+    head = json.dumps(header).encode()
+    (folder / WEIGHTS).write_bytes(
+        struct.pack("<Q", len(head)) + head + b"".join(content for _, content in values.values())
+    )
+    return folder
+
+
+def _floats(dtype: str, content: bytes) -> list[float]:
+    if dtype == "BF16":
+        halves = struct.unpack(f"<{len(content) // 2}H", content)
+        content = struct.pack(f"<{len(halves)}I", *(half << 16 for half in halves))
+    code, size = ("e", 2) if dtype == "F16" else ("f", 4)
+    return list(struct.unpack(f"<{len(content) // size}{code}", content))
+
+
+# Bytes around the edges of what is finite, more often than chance would have them.
+_BYTES = st.lists(st.sampled_from([0x00, 0x7B, 0x7C, 0x7E, 0x7F, 0x80, 0xFB, 0xFC, 0xFE, 0xFF]), max_size=12)
+
+
+@given(
+    tensors=st.dictionaries(
+        st.sampled_from(["a", "b", "c"]),
+        st.tuples(
+            st.sampled_from(["F32", "F16", "BF16"]),
+            _BYTES.map(lambda values: bytes(values[: len(values) // 4 * 4])),
+        ),
+    )
+)
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_an_adapter_passes_exactly_if_all_values_of_its_tensors_are_finite(
+    tmp_path: Path, tensors: dict[str, tuple[str, bytes]]
+) -> None:
+    folder = _write_tensors(tmp_path / "a", tensors)
+    at_fault = [name for name, part in tensors.items() if not all(map(math.isfinite, _floats(*part)))]
+    if not at_fault:
+        check_values(folder)
+        return
+    with pytest.raises(InvalidAdapter) as caught:
+        check_values(folder)
+    assert caught.value.field == WEIGHTS
+    assert caught.value.message.startswith(f"{at_fault[0]} holds values that are not finite")
+
+
+@pytest.mark.parametrize("place", [0, 2**17 - 1, 2**17, 300_000, 2**19 - 1])
+@pytest.mark.parametrize(("dtype", "nan"), [("F16", 0x7C01), ("BF16", 0xFF80)])
+def test_one_value_that_is_not_finite_is_found_wherever_it_lies(
+    tmp_path: Path, place: int, dtype: str, nan: int
+) -> None:
+    content = bytearray(2**20)
+    struct.pack_into("<H", content, 2 * place, nan)
+    folder = _write_tensors(tmp_path / "a", {"fine": ("F32", bytes(12)), "faulty": (dtype, bytes(content))})
+    with pytest.raises(InvalidAdapter, match="faulty holds values that are not finite"):
+        check_values(folder)
+
+
+def test_values_are_read_in_little_memory(tmp_path: Path) -> None:
+    folder = _write_tensors(tmp_path / "a", {"wide": ("F32", bytes(2**25))})
+    tracemalloc.start()
+    try:
+        check_values(folder)
+        assert tracemalloc.get_traced_memory()[1] < 2**22
+    finally:
+        tracemalloc.stop()
 
 
 def test_every_file_counts_in_the_digest(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 from shared.connection import Link
 from shared.keys import loras
 from shared.lora import AdapterRecord, AdapterRegistry
+from shared.roster import WorkerInfo
 
 MODEL = "tiny"
 
@@ -35,6 +36,26 @@ async def test_an_adapter_is_found_by_its_name_until_it_is_removed_or_replaced(l
     assert await registry.find(MODEL, ["fox"]) == {}
     assert not await registry.remove(MODEL, "fox")
     await registry.remove(MODEL, "owl")
+
+
+@pytest.mark.parametrize(
+    ("adapters", "digests", "loaded"),
+    [
+        (("fox",), ("0" * 64,), ["fox", "twin"]),
+        (("gone",), ("0" * 64,), ["fox", "twin"]),
+        (("owl",), ("1" * 64,), ["owl"]),
+        (("fox",), ("2" * 64,), []),
+        (("fox",), (), ["fox"]),
+        ((), (), []),
+    ],
+    ids=["one-of-two-names", "under-a-name-that-has-gone", "another", "files-of-before", "an-older-worker", "none"],
+)
+def test_an_adapter_is_loaded_where_its_files_are_whatever_they_are_called(
+    adapters: tuple[str, ...], digests: tuple[str, ...], loaded: list[str]
+) -> None:
+    worker = WorkerInfo("w", MODEL, "ready", adapters=adapters, adapter_digests=digests)
+    registered = (record("fox"), record("twin"), record("owl", "1"))
+    assert [each.name for each in registered if each.is_loaded(worker)] == loaded
 
 
 @pytest.mark.parametrize("name", ["", "\ud800", "a b", "x" * 97, "\0", "../fox"])

@@ -30,6 +30,7 @@ from shared.events import (
     encode_event,
 )
 from shared.keys import Keys, model_of, new_request_id, partition_of, ulid
+from shared.lora import ADAPTER_NAME
 from shared.roster import WorkerInfo, pack_worker, unpack_worker
 from shared.subscriber import is_preview
 
@@ -159,6 +160,8 @@ def test_ids_sort_by_their_time(now_ms: int) -> None:
         *[count] * 8,
         text,
         text,
+        adapters=st.lists(st.from_regex(ADAPTER_NAME, fullmatch=True), max_size=3).map(tuple),
+        adapter_digests=st.lists(st.from_regex(r"[0-9a-f]{64}", fullmatch=True), max_size=3).map(tuple),
     )
 )
 def test_an_announcement_survives_the_wire(info: WorkerInfo) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -451,6 +452,18 @@ def test_adapters_of_other_ranks_count_with_the_room_they_take_side_by_side(tmp_
     store.hold([uses["b"]])
     with pytest.raises(AdaptersFull):
         store.hold([uses["wide"]])
+
+
+def test_a_value_that_the_workers_numbers_cannot_hold_is_refused_by_its_tensor(
+    model: LoadedModel, shelf: Shelf, tmp_path: Path
+) -> None:
+    weights = load_file(tmp_path / "b" / WEIGHTS)
+    faulty = sorted(weights)[-1]
+    weights[faulty][0, 0] = 1e6
+    save_file(weights, tmp_path / "b" / WEIGHTS)
+    load_adapter(tmp_path / "b", find_targets(model), model.device, torch.bfloat16)
+    with pytest.raises(InvalidAdapter, match=f"{faulty} holds values that are not finite in float16"):
+        load_adapter(tmp_path / "b", find_targets(model), model.device, torch.float16)
 
 
 def test_an_adapter_whose_files_have_changed_or_gone_is_not_loaded(tmp_path: Path) -> None:

@@ -115,6 +115,11 @@ class AdapterStore:
         with self._lock:
             return sorted({resident.name for resident in self._residents.values()})
 
+    def digests(self) -> list[str]:
+        """Return the digests of the resident adapters, sorted."""
+        with self._lock:
+            return sorted(self._residents)
+
     @property
     def size(self) -> int:
         """Bytes of all resident adapters."""

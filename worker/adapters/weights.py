@@ -74,10 +74,13 @@ def load_adapter(folder: Path, targets: Mapping[str, Target], device: torch.devi
                 b = torch.zeros((outputs, facts.rank), dtype=dtype)
                 for module in modules:
                     target, (name_a, name_b) = targets[module], tensor_names(module)
-                    a[ends.index(target.end)].copy_(file.get_tensor(name_a))
-                    b[target.first : target.end].copy_(file.get_tensor(name_b))
-                if not (a.isfinite().all() and b.isfinite().all()):
-                    raise InvalidAdapter(WEIGHTS, f"{modules[0]}: some values are not finite")
+                    for name, rows in (
+                        (name_a, a[ends.index(target.end)]),
+                        (name_b, b[target.first : target.end]),
+                    ):
+                        if not rows.copy_(file.get_tensor(name)).isfinite().all():
+                            message = f"{name[:200]} holds values that are not finite in {str(dtype)[6:]}"
+                            raise InvalidAdapter(WEIGHTS, message)
                 (of_text if is_text else factors)[linear] = a.flatten(0, 1).to(device), b.to(device)
     except SafetensorError as error:
         raise InvalidAdapter(WEIGHTS, "cannot be read") from error
