@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.attention import AttentionPlan
 from kernels.attention import attention as reference
-from kernels.gpu.overlap import overlap_options, wait_for_inputs
+from kernels.gpu.overlap import overlap_options, release_and_wait
 
 _LOG2_E = 1.4426950408889634
 _MAX_SPLITS = 16
@@ -224,12 +224,9 @@ def _attend(
     row = number // KV_HEADS // tiles
     # The last tile of a row sees most: it starts first.
     tile = tiles - 1 - number // KV_HEADS % tiles
-    wait_for_inputs(OVERLAP)
+    # The plan is the step's, older than the kernel in front: it is read while that one ends.
     first = tl.load(offsets_ptr + row)
     behind = tl.load(offsets_ptr + row + 1)
-    if first + tile * BLOCK_M // GROUP >= behind:
-        return
-
     packed = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     token = first + packed // GROUP
     head = kv_head * GROUP + packed % GROUP
@@ -239,17 +236,21 @@ def _attend(
     share = tl.cdiv(tl.cdiv(top, BLOCK_N), SPLITS) * BLOCK_N
     begin = tl.minimum(split * share, top)
     stop = tl.minimum(begin + share, top)
+    table = table_ptr + row * table_stride
+    pages = _read_pages(table, begin, top, PAGE, BLOCK_N)
+    # Every program waits, those without work too: kernels behind rely on this one for what stands before it.
+    release_and_wait(OVERLAP)
+    if first + tile * BLOCK_M // GROUP >= behind:
+        return
 
     d = tl.arange(0, BLOCK_D)
     lane = tl.arange(0, BLOCK_N)
     q_place = token.to(tl.int64)[:, None] * token_stride + head[:, None] * head_stride + d[None, :]
     q = tl.load(q_ptr + q_place, mask=live[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
-    table = table_ptr + row * table_stride
     # Finite, so that a query that has seen nothing yet has a maximum to subtract.
     best = tl.full((BLOCK_M,), _LEAST, tl.float32)
     mass = tl.zeros((BLOCK_M,), tl.float32)
     mixed = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    pages = _read_pages(table, begin, top, PAGE, BLOCK_N)
     for n in range(begin, stop, BLOCK_N):
         if not AHEAD:
             pages = _read_pages(table, n, top, PAGE, BLOCK_N)
@@ -358,7 +359,7 @@ def _merge(
     pairs = tokens.to(tl.int64) * HEADS
     split = tl.arange(0, SPLITS)
     d = tl.arange(0, BLOCK_D)
-    wait_for_inputs(OVERLAP)
+    release_and_wait(OVERLAP)
     best = tl.load(stats_ptr + split * pairs + pair)
     mass = tl.load(stats_ptr + (SPLITS + split) * pairs + pair)
     weight = tl.where(mass > 0, tl.exp2(best - tl.max(best, 0)), 0.0)

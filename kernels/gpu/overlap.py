@@ -23,6 +23,19 @@ def wait_for_inputs(OVERLAP: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
+@triton.jit
+def release_and_wait(OVERLAP: tl.constexpr):
+    """Let the next kernel be set up, then wait until those before this one have finished.
+
+    For kernels that take little room and stand before a product: its blocks ask for weights as soon as a multiprocessor
+    is free, while this one still waits. Between a kernel that writes what another reads before its wait, and that one,
+    must stand one that waits first.
+    """
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
 @functools.cache
 def overlap_options(device: torch.device) -> dict[str, bool]:
     """Return the launch options of a kernel that calls `wait_for_inputs`: on from Hopper up."""

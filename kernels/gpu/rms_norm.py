@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.overlap import overlap_options, wait_for_inputs
+from kernels.gpu.overlap import overlap_options, release_and_wait
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -61,7 +61,7 @@ def _rms_norm(
     column = tl.arange(0, BLOCK)
     inside = column < hidden
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    wait_for_inputs(OVERLAP)
+    release_and_wait(OVERLAP)
     x = tl.load(x_ptr + token * x_stride + column, mask=inside, other=0.0)
     if ADD:
         added = tl.load(added_ptr + token * added_stride + column, mask=inside, other=0.0)

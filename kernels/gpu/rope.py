@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.overlap import overlap_options, wait_for_inputs
+from kernels.gpu.overlap import overlap_options, release_and_wait
 
 # Heads a program handles: 32 tokens of a small batch then still make more programs than there are multiprocessors.
 _HEADS_AT_ONCE = 8
@@ -129,7 +129,7 @@ def _rotate(
     inside = (head < HEADS + 2 * KV_HEADS) & (d < HEAD_DIM)[None, :]
     turned = head < HEADS + KV_HEADS
 
-    wait_for_inputs(OVERLAP)
+    release_and_wait(OVERLAP)
     row = x_ptr + token * token_stride + head * head_stride
     x = tl.load(row + d[None, :], mask=inside, other=0.0)
     y = tl.load(row + other[None, :], mask=inside, other=0.0)
