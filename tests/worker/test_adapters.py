@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from shared.adapters import WEIGHTS, InvalidAdapter, UnreadableAdapter, digest_of
 from shared.commands import Generate, Limits, LoraUse
