@@ -23,11 +23,11 @@ from shared.admission import Admission
 from shared.card import ModelCard, unpack
 from shared.commands import LANES, WIRE_VERSION, Generate, Lane, Limits, Preview, Sampling, encode_command
 from shared.connection import Argument, FleetUnavailable, Link
-from shared.dead_letters import DeadLetter, DeadLetters
+from shared.dead_letters import DeadLetter, DeadLetters, Fate
 from shared.decoding import Decoding
 from shared.events import Delta, Event, Failed, Finished, Queued, decode_event, encode_event
 from shared.flights import Flights
-from shared.keys import GROUP, MODELS, Keys, model_of, new_request_id, partition, pick_partition, ulid
+from shared.keys import GROUP, MODELS, Keys, model_of, new_request_id, partition, pick_partition
 from shared.keys import card as card_key
 from shared.lora import AdapterRecord, AdapterRegistry
 from shared.lua import script
@@ -447,11 +447,14 @@ class FleetClient:
     async def replay(self, request_id: str) -> Submitted:
         """Submit the command of a dead request again, under a new id; its dead letter is then discarded.
 
-        Raises as `dead_command` and `submit`.
+        Replayed once more it has the same new id, and is a duplicate for as long as that one is known. Raises as
+        `dead_command` and `submit`.
         """
         command = await self.dead_command(request_id)
-        fresh = command.model_copy(update={"id": f"{request_id.rpartition('_')[0]}_{ulid()}"})
-        submitted = await self.submit(fresh)
+        fresh = await self._dead_letters.name_replay(request_id)
+        if fresh is None:
+            raise UnknownRequest(request_id)
+        submitted = await self.submit(command.model_copy(update={"id": fresh}))
         await self._dead_letters.discard(request_id)
         return submitted
 
@@ -459,6 +462,14 @@ class FleetClient:
         """Remove a dead letter from the list; return whether it was there. The request itself can still be read."""
         _check_id(request_id)
         return await self._dead_letters.discard(request_id)
+
+    async def dead_fate(self, request_id: str) -> Fate:
+        """Tell what became of a dead request; raises `UnknownRequest`."""
+        _check_id(request_id)
+        fate = await self._dead_letters.fate(request_id)
+        if fate is None:
+            raise UnknownRequest(request_id)
+        return fate
 
     async def models(self) -> list[str]:
         """Return the names of all models that have a card, sorted."""

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from shared.commands import Generate, InvalidCommand, UnsupportedCommand, decode_command
 from shared.connection import Link
-from shared.keys import Keys, partition
+from shared.keys import Keys, partition, ulid
+from shared.lua import script
 
 _PAGE = 256
 
@@ -21,6 +22,16 @@ class DeadLetter:
     """"alone": its last worker was lost while it ran nothing else."""
     lost_workers: tuple[str, ...]
     """Ids of the workers that were lost with it, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What became of a request that may have been a dead letter."""
+
+    state: str
+    """As in `shared.client.Result`."""
+    replayed_as: str | None
+    """The id under which it was submitted again."""
 
 
 class DeadLetters:
@@ -47,6 +58,19 @@ class DeadLetters:
             return decode_command(payload)
         except (InvalidCommand, UnsupportedCommand):
             return None
+
+    async def name_replay(self, request_id: str) -> str | None:
+        """Return the id under which to submit a dead request again, the same for all who ask; None if there is none."""
+        keys, fresh = Keys.of(request_id), f"{request_id.rpartition('_')[0]}_{ulid()}"
+        named: bytes | None = await self._link.run_again(script("name_replay"), [keys.request(request_id)], [fresh])
+        return None if named is None else named.decode()
+
+    async def fate(self, request_id: str) -> Fate | None:
+        """Tell what became of a request; None if it is not known, or no longer."""
+        state, replayed_as = await self._link.read("HMGET", Keys.of(request_id).request(request_id), "st", "as")
+        if state is None:
+            return None
+        return Fate(state.decode(), None if replayed_as is None else replayed_as.decode())
 
     async def discard(self, request_id: str) -> bool:
         """Remove a dead letter from the list; return whether it was there."""

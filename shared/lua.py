@@ -27,6 +27,7 @@ _PARTS: dict[str, tuple[str, ...]] = {
     "hook_take": ("log",),
     "hook_settle": ("log", "hook"),
     "hook_replay": ("log", "hook"),
+    "name_replay": (),
     "forget_consumers": (),
     "publish_card": (),
     "memory": (),

@@ -28,7 +28,7 @@ from shared.administration import RequestFacts
 from shared.card import ModelCard
 from shared.dead_letters import DeadLetter
 from shared.hook_places import hook_partitions
-from shared.keys import model_of, ulid
+from shared.keys import model_of
 from shared.lora import ADAPTER_NAME, AdapterRecord
 from shared.roster import WorkerInfo
 from shared.webhooks import Undelivered
@@ -179,15 +179,19 @@ async def list_dead_letters(
 
 @router.post("/dead-letters/{request_id:path}/replay", status_code=202, responses=ERROR_RESPONSES)
 async def replay_dead_letter(request_id: str, services: ServicesDep) -> Response:
-    """Submit what a dead request asked for again, under a new id, and discard the dead letter."""
+    """Submit what a dead request asked for again, under a new id, and discard the dead letter.
+
+    Asked once more, the answer has the same new id, and nothing is submitted twice.
+    """
     _check_id(request_id)
-    command = await services.admin.dead_letters.command(request_id)
-    if command is None:
-        raise _no_request(request_id)
-    fresh = command.model_copy(update={"id": f"{request_id.rpartition('_')[0]}_{ulid()}"})
-    await services.fleet.submit(fresh, queue_limit=services.settings.queue_limit)
-    await services.admin.dead_letters.discard(request_id)
-    return json_response({"object": "request", "id": fresh.id, "replays": request_id}, 202)
+    letters = services.admin.dead_letters
+    command = await letters.command(request_id)
+    fresh = None if command is None else await letters.name_replay(request_id)
+    if command is None or fresh is None:
+        raise await _no_dead_letter(services, request_id)
+    await services.fleet.submit(command.model_copy(update={"id": fresh}), queue_limit=services.settings.queue_limit)
+    await letters.discard(request_id)
+    return json_response({"object": "request", "id": fresh, "replays": request_id}, 202)
 
 
 @router.delete("/dead-letters/{request_id:path}", responses=ERROR_RESPONSES)
@@ -195,7 +199,7 @@ async def discard_dead_letter(request_id: str, services: ServicesDep) -> Respons
     """Remove a dead letter from the list."""
     _check_id(request_id)
     if not await services.admin.dead_letters.discard(request_id):
-        raise _no_request(request_id)
+        raise await _no_dead_letter(services, request_id)
     return json_response({"object": "dead_letter", "id": request_id, "deleted": True})
 
 
@@ -253,6 +257,17 @@ def _check_id(request_id: str) -> None:
         model_of(request_id)
     except ValueError:
         raise _no_request(request_id) from None
+
+
+async def _no_dead_letter(services: Services, request_id: str) -> ApiError:
+    fate = await services.admin.dead_letters.fate(request_id)
+    if fate is None:
+        return _no_request(request_id)
+    shown = f"request {request_id[:120]!r}"
+    if fate.state != "dead":
+        return ApiError(404, "not_found", f"{shown} is no dead letter: it is {fate.state}")
+    replayed = "" if fate.replayed_as is None else f": it was replayed as {fate.replayed_as}"
+    return ApiError(404, "not_found", f"{shown} is off the list already{replayed}")
 
 
 def _no_request(request_id: str) -> ApiError:

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -101,23 +101,51 @@ async def print_dead_letters(redis_url: str, model: str | None, limit: int) -> N
 
 
 async def replay_all(redis_url: str, request_ids: Sequence[str]) -> None:
-    """Submit dead requests again, under new ids, which are printed; raises `Stop`."""
+    """Submit dead requests again, under new ids, which are printed; raises `Stop` if one is none."""
     async with operating(redis_url) as (fleet, _):
-        for request_id in request_ids:
-            print(f"{request_id}  again as {(await fleet.replay(request_id)).id}")
+        await _each(fleet, request_ids, _replay)
 
 
 async def discard_all(redis_url: str, request_ids: Sequence[str]) -> None:
-    """Take dead letters off the list; raises `Stop` if one is not on it."""
+    """Take dead letters off the list; raises `Stop` if one never was on it."""
     async with operating(redis_url) as (fleet, _):
-        for request_id in request_ids:
-            await _discard(fleet, request_id)
+        await _each(fleet, request_ids, _discard)
 
 
-async def _discard(fleet: FleetClient, request_id: str) -> None:
-    if not await fleet.discard(request_id):
+async def _each(
+    fleet: FleetClient, request_ids: Sequence[str], act: Callable[[FleetClient, str], Awaitable[str]]
+) -> None:
+    """Do something with each dead letter and print what came of it, also behind one that is refused."""
+    refused: list[str] = []
+    for request_id in request_ids:
+        try:
+            print(f"{request_id}  {await act(fleet, request_id)}")
+        except UnknownRequest:
+            refused.append(await _refusal(fleet, request_id))
+    if refused:
+        raise Stop(Exit.REFUSED, "; ".join(refused))
+
+
+async def _replay(fleet: FleetClient, request_id: str) -> str:
+    submitted = await fleet.replay(request_id)
+    return f"replayed already, as {submitted.id}" if submitted.duplicate else f"again as {submitted.id}"
+
+
+async def _discard(fleet: FleetClient, request_id: str) -> str:
+    if await fleet.discard(request_id):
+        return "discarded"
+    fate = await fleet.dead_fate(request_id)
+    if fate.state != "dead":
         raise UnknownRequest(request_id)
-    print(f"{request_id}  discarded")
+    return "off the list already" + ("" if fate.replayed_as is None else f": replayed as {fate.replayed_as}")
+
+
+async def _refusal(fleet: FleetClient, request_id: str) -> str:
+    try:
+        fate = await fleet.dead_fate(request_id)
+    except UnknownRequest as error:
+        return str(error)
+    return f"request {request_id!r} is no dead letter: it is {fate.state}"
 
 
 def table_of(*left: str, right: Sequence[str]) -> Table:

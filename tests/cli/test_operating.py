@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from redis import Redis
 from rich.console import Console
 
 from shared.cli.census import Census, LaneView, ModelView
@@ -17,7 +18,9 @@ from shared.cli.doctor import Verdict, check_data_dir, check_gpu, check_packages
 from shared.cli.exposition import sums
 from shared.cli.operations import find_redis
 from shared.cli.top import Sample, draw
+from shared.commands import Generate, Limits, encode_command
 from shared.embedded import EmbeddedServer
+from shared.keys import Keys, new_request_id
 from shared.roster import WorkerInfo
 from tests.cli.fleet_process import Up, diffleet
 from tests.fleet.processes import until
@@ -172,6 +175,37 @@ def test_an_unknown_request_ends_with_4(live_fleet: Up) -> None:
         done = diffleet(*command, *where)
         assert done.returncode == 4 and "not known" in done.stderr, command
     assert "no dead letter" in diffleet("dead-letters", *where).stdout
+
+
+@pytest.mark.slow
+def test_what_became_of_a_dead_letter_is_told(live_fleet: Up) -> None:
+    where = ("--redis-url", live_fleet.redis_url)
+    replayed, discarded, nobody = (new_request_id("demo") for _ in range(3))
+    with Redis.from_url(live_fleet.redis_url) as redis:
+        for name in (replayed, discarded):
+            keys = Keys.of(name)
+            command = Generate(id=name, model="demo", prompt=(10, 11), limits=Limits(max_tokens=4))
+            redis.hset(keys.request(name), mapping={"st": "dead", "in": encode_command(command)})
+            redis.expire(keys.request(name), 600)
+            redis.xadd(keys.dead_letters(), {"id": name, "att": 4, "why": "alone", "lost": "w1 w2"})
+
+    def asked(option: str, *names: str) -> tuple[int, str, str]:
+        done = diffleet("dead-letters", *(part for name in names for part in (option, name)), *where)
+        return done.returncode, done.stdout, done.stderr
+
+    code, out, _ = asked("--replay", replayed)
+    (fresh,) = re.findall(rf"^{replayed}  again as (\S+)$", out, re.M)
+    assert code == 0
+    assert asked("--replay", replayed)[:2] == (0, f"{replayed}  replayed already, as {fresh}\n")
+    assert asked("--discard", replayed)[:2] == (0, f"{replayed}  off the list already: replayed as {fresh}\n")
+    until(lambda: re.search(r"state +done", diffleet("requests", fresh, *where).stdout), "the replay is done")
+
+    # What is refused keeps nothing from being done, and is told of at the end.
+    code, out, err = asked("--discard", nobody, fresh, discarded)
+    assert (code, out) == (4, f"{discarded}  discarded\n")
+    assert f"request '{nobody}' is not known, or no longer" in err and "is no dead letter: it is done" in err
+    assert asked("--discard", discarded)[:2] == (0, f"{discarded}  off the list already\n")
+    assert asked("--replay", fresh)[0] == 4
 
 
 @pytest.mark.slow

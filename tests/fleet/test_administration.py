@@ -318,6 +318,14 @@ def test_dead_letters_are_listed_replayed_and_discarded(http: httpx.Client, redi
     assert http.delete(f"/admin/dead-letters/{other}").json()["deleted"] is True
     replayed = http.post(f"/admin/dead-letters/{dead}/replay").json()
     until(lambda: http.get(f"/admin/requests/{replayed['id']}").json()["state"] == "done", "the replay is done")
+    assert http.post(f"/admin/dead-letters/{dead}/replay").json() == replayed
+    for name, said in (
+        (dead, f"is off the list already: it was replayed as {replayed['id']}"),
+        (other, "is off the list already"),
+        (replayed["id"], "is no dead letter: it is done"),
+    ):
+        refused = http.delete(f"/admin/dead-letters/{name}")
+        assert refused.status_code == 404 and refused.json()["error"]["message"].endswith(said)
     assert not {dead, other} & {letter["id"] for letter in http.get("/admin/dead-letters").json()["data"]}
     for name in (new_request_id(POOL), "nonsense"):
         assert http.post(f"/admin/dead-letters/{name}/replay").status_code == 404

@@ -1,12 +1,14 @@
 """A crash makes suspects of all that its worker ran; the culprit is found by halving, and the innocent finish."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
 
-from shared.client import FleetClient, UnknownRequest
+from shared.client import QUEUE_LIMIT, FleetClient, QueueFull, UnknownRequest
+from shared.dead_letters import Fate
 from shared.events import Failed
 from shared.heart import Heart
 from shared.keys import Keys, ulid
@@ -334,6 +336,32 @@ async def test_a_dead_letter_is_replayed_once_under_a_new_id(
     assert (claim.id, claim.attempt, queue.on_probation) == (again.id, 1, False)
     await finish(queue, claim)
     assert (await fleet.result(again.id)).state == "done"
+
+
+async def test_a_replay_that_is_asked_for_again_runs_nothing_twice(
+    fleet: FleetClient, new_queue: NewQueue, fleet_redis: Any
+) -> None:
+    dead = await die(fleet, new_queue, fleet_redis)
+    answers = await asyncio.gather(*(fleet.replay(dead) for _ in range(5)))
+    assert len({each.id for each in answers}) == 1 and [each.duplicate for each in answers].count(False) == 1
+    assert len(await new_queue("healed").take(5)) == 1
+    assert await fleet.dead_fate(dead) == Fate("dead", answers[0].id)
+    assert not await fleet.discard(dead)
+
+
+async def test_a_replay_that_found_the_queue_full_can_be_tried_again(
+    fleet: FleetClient, new_queue: NewQueue, fleet_redis: Any
+) -> None:
+    dead = await die(fleet, new_queue, fleet_redis)
+    await submit(fleet, QUEUE_LIMIT)
+    with pytest.raises(QueueFull):
+        await fleet.replay(dead)
+    assert [letter.id for letter in await fleet.dead_letters(MODEL)] == [dead]
+    queue = new_queue("healed")
+    [claim] = await queue.take(1)
+    await finish(queue, claim)
+    assert not (await fleet.replay(dead)).duplicate
+    assert await fleet.dead_letters(MODEL) == []
 
 
 async def test_a_dead_letter_can_be_discarded(fleet: FleetClient, new_queue: NewQueue, fleet_redis: Any) -> None:
