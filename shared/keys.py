@@ -152,6 +152,11 @@ def loras(model: str) -> str:
     return f"df:{{{partition(model)}}}:loras"
 
 
+def step_prices(model: str, kind: str) -> str:
+    """String with a TTL of days: what steps take on workers of one kind, by which they choose block lengths."""
+    return f"df:{{{partition(model)}}}:prices:{kind}"
+
+
 def watch_channel(nonce: str) -> str:
     """Pub/sub channel on which one process hears itself, to know that its subscription lives."""
     return f"df:watch:{nonce}"

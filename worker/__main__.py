@@ -111,7 +111,11 @@ def _serve(settings: WorkerSettings, tracing: Tracing) -> ExitCode:
 
     try:
         with pulse.declare(settings.load_s):
-            assembly = assemble(settings, lost)
+            redis = open_sync_client(settings.redis_url)
+            try:
+                assembly = assemble(settings, lost, redis)
+            finally:
+                redis.close()
     except ModelError as error:
         _complain(f"model: {error}")
         return ExitCode.BAD_MODEL

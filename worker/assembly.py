@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from redis import Redis
 from torch import nn
 
 from shared.adapters import TARGETS_FILE, pack_targets
@@ -32,6 +33,7 @@ from worker.models.fp8 import quantize_as_asked, runs_on_stored, with_small_page
 from worker.models.spec import Commit, ModelSpec, kv_shapes
 from worker.parallel.leader import Leader, Lost, end_process
 from worker.parallel.opening import open_group
+from worker.price_book import PriceBook, alone, kind_of
 from worker.runners import make_runner, runs_ahead
 from worker.settings import WorkerSettings
 from worker.step_prices import clock_for
@@ -57,26 +59,29 @@ class Assembly:
     """The other ranks of the model; None: there are none."""
 
 
-def assemble(settings: WorkerSettings, lost: Lost = end_process) -> Assembly:
+def assemble(settings: WorkerSettings, lost: Lost = end_process, redis: Redis | None = None) -> Assembly:
     """Load the model and build its engine; raises `ModelError`, `DeviceError`.
 
-    `lost` is called when a rank that shares the model has ended.
+    `lost` is called when a rank that shares the model has ended. In `redis` workers agree on what steps take.
     """
     placement = place(settings.device, settings.dtype, settings.threads)
     if settings.tensor_parallel == 1:
         torch.set_num_threads(placement.threads)
         model = load_model(settings.folder, device=placement.device, dtype=placement.dtype, need_tokenizer=True)
-        return _assemble(settings, placement, model, None)
+        return _assemble(settings, placement, model, None, redis)
     placement, group = open_group(settings, placement, lost)
     try:
         torch.set_num_threads(placement.threads)
-        return _assemble(settings, placement, group.load(settings.folder, placement, need_tokenizer=True), group)
+        model = group.load(settings.folder, placement, need_tokenizer=True)
+        return _assemble(settings, placement, model, group, redis)
     except BaseException:
         group.close()
         raise
 
 
-def _assemble(settings: WorkerSettings, placement: Placement, model: LoadedModel, group: Leader | None) -> Assembly:
+def _assemble(
+    settings: WorkerSettings, placement: Placement, model: LoadedModel, group: Leader | None, redis: Redis | None
+) -> Assembly:
     if settings.adapter is not None:
         model = with_adapter(model, settings.adapter.expanduser(), settings.adapter_block_length)
     as_stored = group is None and settings.weights == "stored" and settings.adapter is None
@@ -126,7 +131,9 @@ def _assemble(settings: WorkerSettings, placement: Placement, model: LoadedModel
 
     # Where ranks share a step, one that has no memory for it leaves the others waiting: that is the end of them all.
     forward = Metered(guarded(runner) if group is None else runner)
-    choose = choose_length(settings, spec, cache, limits, runner, clock_for(placement))
+    book = None if redis is None else PriceBook(redis, settings.served_name, kind_of(settings, placement))
+    agree = alone if book is None else book.agree
+    choose = choose_length(settings, spec, cache, limits, runner, clock_for(placement), agree)
     engine = Engine(spec, cache, limits, forward, make_text, Guards(tokenizer, spec), choose)
     card = card_of(
         settings.served_name,

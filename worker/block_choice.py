@@ -10,6 +10,7 @@ from worker.engine.ports import Forward
 from worker.engine.scheduler import BatchLimits, CacheShape
 from worker.models import ModelError
 from worker.models.spec import ModelSpec
+from worker.price_book import Agree, alone
 from worker.settings import WorkerSettings
 from worker.step_prices import Clock, measure_prices
 
@@ -23,8 +24,9 @@ def choose_length(
     limits: BatchLimits,
     forward: Forward,
     clock: Clock = time.perf_counter,
+    agree: Agree = alone,
 ) -> LoadAware | None:
-    """Return what chooses block lengths by load, the prices of `forward` measured now.
+    """Return what chooses block lengths by load, at the prices of `forward` that workers `agree` upon.
 
     None if none is to be chosen, or where there is no choice, which is logged with its reason. Raises `ModelError` for
     a file that is not one.
@@ -53,7 +55,7 @@ def choose_length(
         return None
     width = max(length + tokens for length, tokens in lengths.items())
     most = min(limits.token_budget, int(settings.max_rows * width))
-    prices = measure_prices(forward, spec, cache, most, clock)
+    prices = agree(lambda: measure_prices(forward, spec, cache, most, clock))
     chooser = LoadAware(spec.block_length, lengths, prices, limits.token_budget)
     log.info("block lengths by requests that run together: %s", told(chooser, settings.max_rows))
     return chooser

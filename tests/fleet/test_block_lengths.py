@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from redis import Redis
 
 from shared.block_lengths import FILE
 from shared.client import FleetClient
@@ -54,6 +55,16 @@ async def test_a_killed_workers_choice_is_kept_by_a_worker_that_chooses_nothing(
     assert (tokens_of(events), text_of(events)) == (tokens_of(named), text_of(named))
     own = await collect(fleet.run(sequential(NAME, 40, seed=11, decoding=None)))
     assert lengths_of(own) == {None} and assert_whole(own).usage.block_length == BLOCK_LENGTH
+
+
+def test_workers_of_one_kind_go_by_what_the_first_has_measured(spawn_worker: SpawnWorker, redis_client: Redis) -> None:
+    said = "as a worker of this kind has measured them"
+    first = spawn_worker("agreed", "--block-length", "auto").wait_ready()
+    assert said not in first.log.read_text()
+    second = spawn_worker("agreed", "--block-length", "auto").wait_ready()
+    assert said in second.log.read_text()
+    (name,) = redis_client.scan_iter("df:{agreed.0}:prices:*", count=1000)
+    assert redis_client.ttl(name) > 0
 
 
 async def test_fronts_are_told_which_lengths_a_worker_chooses_from(
