@@ -45,6 +45,11 @@ class ServedModel:
         """What answers call it: as the request did, or the model's own name."""
         return self.card.name if self.asked is None else self.asked
 
+    @property
+    def other_name(self) -> str | None:
+        """The name that the request had for it, if that is not the model's own."""
+        return None if self.name == self.card.name else self.name
+
     async def encode(self, text: str, add_special: bool = True, field: str = "prompt") -> list[int]:
         """Return the ids of a raw prompt; raises `ApiError` that names `field`."""
         try:
@@ -98,7 +103,8 @@ class Catalog:
             if wanted not in known:
                 names = [record.name for record in await self._fleet.adapters(model.card.name)]
                 raise _no_adapter(model.card.name, wanted, names, param)
-        return replace(model, adapters=tuple(known[wanted].use(scale) for wanted, scale, _ in asked))
+        uses = (known[wanted].use(scale, "model" if param == "model" else "lora") for wanted, scale, param in asked)
+        return replace(model, adapters=tuple(uses))
 
     async def adapter(self, model: str, name: str) -> AdapterRecord | None:
         """Return an adapter of a model."""

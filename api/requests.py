@@ -135,6 +135,7 @@ def _command(
     return Generate(
         id=call.request_id(card, 0),
         model=card.name,
+        asked=model.other_name,
         prompt=tuple(prompt),
         sampling=_sampling(body, card),
         limits=Limits(

@@ -146,6 +146,8 @@ class Result:
     id: str
     state: str
     """queued | running | done | failed | aborted | expired | dead"""
+    model: str
+    """As it was asked for."""
     text: str
     token_ids: list[int]
     end: Finished | Failed | None
@@ -227,9 +229,10 @@ class FleetClient:
         # Each partition counts for itself.
         share = -(-admission.tenant_limit // card.partitions)
         terms: list[Argument] = [keys.request("").removesuffix("r:"), tenant, share, admission.replicas]
+        terms.append(command.asked or "")
         args = [*head, *lifetimes, *sizes, *tail, *terms]
         if command.webhook is not None:
-            args.append(encode_hook(command.webhook, tenant))
+            args.append(encode_hook(command.webhook, tenant, command.asked))
         if admission.replicas:
             reply = await self._link.run_waited(
                 script("submit"), names, args, admission.replicas, admission.replica_wait_ms
@@ -422,6 +425,7 @@ class FleetClient:
         return Result(
             id=request_id,
             state=reply[0].decode(),
+            model=model_of(request_id) if not reply[4] else reply[4].decode(errors="replace"),
             text="".join(delta.text for delta in deltas),
             token_ids=[token for delta in deltas for token in delta.token_ids],
             end=next((event for event in events if isinstance(event, Finished | Failed)), None),
@@ -680,7 +684,9 @@ def _check_id(request_id: str) -> None:
 def _body_hash(command: Generate) -> str:
     """Return a hash of what was asked for, without the names it was asked under."""
     # The name of a webhook's subject is made for each call.
-    body = command.model_dump(mode="json", exclude={"id": True, "trace": True, "webhook": {"name"}})
+    # What is unset is no part of it, so that a field which is new here changes nothing for calls without it.
+    exclude = {"id": True, "trace": True, "webhook": {"name"}}
+    body = command.model_dump(mode="json", exclude_none=True, exclude=exclude)
     return hashlib.sha256(orjson.dumps(body, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 

@@ -121,6 +121,9 @@ class LoraUse(_Part):
         max_length=4096, description="Folder in the model store, which every worker has in its own place."
     )
     digest: str = Field(pattern=r"^[0-9a-f]{64}$", description="sha256 over its files.")
+    param: Literal["lora", "model"] = Field(
+        default="lora", description="The caller's field that named it, for what is to be told about it."
+    )
 
 
 class Webhook(_Part):
@@ -145,6 +148,9 @@ class Generate(_Part):
 
     id: str
     model: str
+    asked: str | None = Field(
+        default=None, max_length=256, description="The name that the caller used for it, where that is another one."
+    )
     prompt: tuple[int, ...] = Field(min_length=1)
     sampling: Sampling = Sampling()
     limits: Limits = Limits()

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import orjson
 
@@ -32,8 +33,9 @@ class AdapterRecord:
             return self.digest in worker.adapter_digests
         return self.name in worker.adapters  # a worker of before digests were told
 
-    def use(self, scale: float = 1.0) -> LoraUse:
-        return LoraUse(name=self.name, scale=scale, path=self.path, digest=self.digest)
+    def use(self, scale: float = 1.0, param: Literal["lora", "model"] = "lora") -> LoraUse:
+        """Return what a request says that runs under it; `param` is the field that named it."""
+        return LoraUse(name=self.name, scale=scale, path=self.path, digest=self.digest, param=param)
 
 
 class AdapterRegistry:

@@ -296,7 +296,7 @@ class _Page:
     """A part of a request's log, and its state at that moment."""
 
     def __init__(self, reply: list[Any]) -> None:
-        state, seq, _, events = reply
+        state, seq, _, events, _ = reply
         self.state: str = state.decode()
         self.seq: int = seq
         self.events: list[tuple[int, bytes]] = list(zip(events[::2], events[1::2], strict=True))

@@ -35,6 +35,8 @@ class Recipient(BaseModel):
     name: str | None = None
     choice: int = 0
     calls: bool = False
+    model: str | None = None
+    """As the request had it, where that is not the model's own name."""
     metadata: dict[str, str] = Field(default_factory=dict)
 
 
@@ -80,9 +82,10 @@ class HookCensus:
     """How many tries ended in which way."""
 
 
-def encode_hook(webhook: Webhook, tenant: str) -> bytes:
-    """Return what the submit script keeps of a webhook."""
-    return orjson.dumps(webhook.model_dump(exclude_defaults=True) | {"tenant": tenant})
+def encode_hook(webhook: Webhook, tenant: str, model: str | None = None) -> bytes:
+    """Return what the submit script keeps of a webhook; `model` as `Recipient` has it."""
+    named = {} if model is None else {"model": model}
+    return orjson.dumps(webhook.model_dump(exclude_defaults=True) | named | {"tenant": tenant})
 
 
 def hook_keys(subject_id: str) -> Keys:

@@ -338,12 +338,13 @@ class Bridge:
         """Let a request arrive once its adapters are there; its lease is renewed meanwhile."""
         try:
             if self._adapters is None:
-                raise AdapterUnavailable(f"adapter {request.lora[0].name}: this worker has no model store")
+                raise AdapterUnavailable.of(request.lora[0], "this worker has no model store")
             await asyncio.to_thread(self._adapters.hold, request.lora)
         except Exception as error:
             if not isinstance(error, AdapterUnavailable):
                 log.exception("an adapter's loading has failed")
-            failed = Failed(slot.id, claim.seq + 1, slot.epoch, "unsupported", str(error), "lora")
+            param = error.param if isinstance(error, AdapterUnavailable) else request.lora[0].param
+            failed = Failed(slot.id, claim.seq + 1, slot.epoch, "unsupported", str(error), param)
             if isinstance(error, AdaptersFull):
                 # As one that waits for a slot does, however often.
                 log.debug("request waits: %s", error, extra={"request_id": slot.id})

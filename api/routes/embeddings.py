@@ -116,6 +116,7 @@ async def _commands(body: EmbeddingsBody, model: ServedModel, call: Call) -> lis
             Generate(
                 id=call.request_id(card, index),
                 model=card.name,
+                asked=model.other_name,
                 prompt=tuple(ids),
                 limits=Limits(max_tokens=1, total_ms=round(call.timeout_s * 1000)),
                 embed=True,

@@ -21,7 +21,6 @@ from api.sse import KEEPALIVE, EventStream, frame
 from api.structure.constraints import constraint_of
 from api.transcript import Transcript, read_to_end, usage_of
 from shared.events import Delta, Failed, Finished, Queued, Snapshot, Started
-from shared.keys import model_of
 from shared.telemetry import note
 
 router = APIRouter(tags=["native"])
@@ -67,7 +66,7 @@ async def look(request_id: str, services: ServicesDep) -> Response:
     content: dict[str, object] = {
         "id": result.id,
         "object": "request",
-        "model": model_of(result.id),
+        "model": result.model,
         "state": result.state,
         "text": result.text,
         "token_ids": result.token_ids,

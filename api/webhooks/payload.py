@@ -73,7 +73,7 @@ def _subject(message: Taken, cut: bool) -> tuple[str, dict[str, Any]]:
 
 def _head(message: Taken, name: str, status: str) -> dict[str, Any]:
     try:
-        model = model_of(message.id)
+        model = message.to.model or model_of(message.id)
     except ValueError as error:
         raise Unreadable from error
     kind = message.to.kind

@@ -2,8 +2,8 @@
 -- State and log of a request as of one moment.
 -- KEYS: request, log
 -- ARGV: first seq, count
--- Returns {} if unknown, else {state, last seq, deadline passed (0 | 1), {seq, event, seq, event, ...}}
-local request = fetch(KEYS[1], 'st', 'seq', 'ep', 'dl', 'qd')
+-- Returns {} if unknown, else {state, last seq, deadline passed (0 | 1), {seq, event, seq, event, ...}, model's other name}
+local request = fetch(KEYS[1], 'st', 'seq', 'ep', 'dl', 'qd', 'name')
 local deadline = tonumber(request.dl)
 if not (request.st and deadline and tonumber(request.qd) and tonumber(request.seq)) then return {} end
 if request.st == 'queued' and request.ep == '0' then deadline = math.min(deadline, tonumber(request.qd)) end
@@ -21,4 +21,4 @@ if count > 0 then
     events[#events + 1] = entry[2][4]
   end
 end
-return { request.st, tonumber(request.seq), late and 1 or 0, events }
+return { request.st, tonumber(request.seq), late and 1 or 0, events, request.name or '' }

@@ -3,7 +3,7 @@
 -- KEYS: request, log, channel, abort, lane, rate, tenant, [idempotency]
 -- ARGV: id, payload, lane, queue limit, queue ms, total ms, retention ms, log cap, prompt tokens, envelope version,
 --       body hash, idempotency ms, queued event, group, prefix, tenant, tenant's limit (0 = none), replicas awaited,
---       webhook or nothing
+--       model's other name, webhook or nothing
 -- Returns {ok | dup | idem | conflict | busy | crowded | aborted, id, state | queue length, drain rate per s}
 -- crowded: the tenant, not the lane, has as many as it may.
 local id, total, retention = ARGV[1], tonumber(ARGV[6]), tonumber(ARGV[7])
@@ -53,7 +53,8 @@ redis.call('HSET', KEYS[1], 'st', 'queued', 'lane', ARGV[3], 'ep', 0, 'att', 0, 
   'ret', retention)
 if eid then redis.call('HSET', KEYS[1], 'eid', eid) end
 if eid and counted then redis.call('HSET', KEYS[1], 'ten', ARGV[16]) end
-if ARGV[19] then redis.call('HSET', KEYS[1], 'hook', ARGV[19]) end
+if ARGV[19] ~= '' then redis.call('HSET', KEYS[1], 'name', ARGV[19]) end
+if ARGV[20] then redis.call('HSET', KEYS[1], 'hook', ARGV[20]) end
 -- Seq 1 is not in the log: `replay` makes it up. A stream takes 4 KiB with its first entry, and most of what waits in a
 -- lane has no other yet.
 redis.call('PUBLISH', KEYS[3], ARGV[13])

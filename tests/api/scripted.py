@@ -16,6 +16,7 @@ from shared.card import ModelCard
 from shared.client import Result, UnknownModel, UnknownRequest
 from shared.commands import Generate
 from shared.events import Delta, Event, Finished, Queued, Started, Usage
+from shared.keys import model_of
 from shared.lora import AdapterRecord
 from shared.queue_state import QueueState
 from shared.roster import WorkerInfo
@@ -133,7 +134,7 @@ class ScriptedFleet:
     async def result(self, request_id: str) -> Result:
         if request_id not in {command.id for command in self.commands}:
             raise UnknownRequest(request_id)
-        return Result(request_id, "running", "", [], None)
+        return Result(request_id, "running", model_of(request_id), "", [], None)
 
     async def abort(self, request_id: str, reason: str = "aborted") -> str:
         self.aborts.append((request_id, reason))

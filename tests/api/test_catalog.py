@@ -53,7 +53,11 @@ async def test_adapters_that_a_request_names_reach_the_command_in_its_order(
     fleet.registered = [adapter(name) for name in ("elk", "fox", "owl")]
     body = {"prompt": "x", "model": "org/demo:owl", "lora": [{"name": "fox", "scale": 0.5}, {"name": "owl"}]}
     assert (await caller.post("/generate", body)).status == 200
-    assert fleet.commands[0].lora == (adapter("owl").use(), adapter("fox").use(0.5), adapter("owl").use())
+    assert fleet.commands[0].lora == (
+        adapter("owl").use(param="model"),
+        adapter("fox").use(0.5),
+        adapter("owl").use(),
+    )
     assert (await caller.get("/v1/models/org/demo:fox")).json()["root"] == "team/fox"
 
 
@@ -81,8 +85,9 @@ async def test_an_answer_tells_the_model_by_the_name_that_was_asked_for(
         wanted = name or "org/demo"
         told = re.findall(rb'"model":"([^"]*)"', answer.body)
         assert told and set(told) == {wanted.encode()}, answer.body
-        # Counted and queued as the base.
-        assert fleet.commands[-1].model == "org/demo"
+        # Counted and queued as the base, and what is told later goes by the same name.
+        command = fleet.commands[-1]
+        assert (command.model, command.asked or command.model) == ("org/demo", wanted)
 
 
 async def test_an_unknown_adapter_is_named_and_of_the_known_ones_a_few(caller: Caller, fleet: ScriptedFleet) -> None:

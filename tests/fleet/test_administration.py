@@ -110,6 +110,15 @@ def test_an_adapter_that_was_posted_once_serves_on_every_worker_and_on_one_that_
     late.end()
 
 
+def test_what_is_read_later_tells_the_model_by_the_name_that_was_asked_for(http: httpx.Client) -> None:
+    register(http, "owl")
+    for model in (POOL, f"{POOL}:owl"):
+        asked = {"model": model, "prompt": PROMPT, "max_tokens": 4}
+        reply = http.post("/generate", json=asked, headers={"Idempotency-Key": model}).json()
+        assert reply["model"] == model
+        assert http.get(f"/generate/{reply['id']}").json()["model"] == model
+
+
 def test_every_name_of_the_same_files_is_shown_as_loaded_and_a_name_of_other_files_no_longer(
     http: httpx.Client, workers: list[WorkerProcess]
 ) -> None:
@@ -263,10 +272,15 @@ def test_a_request_whose_adapter_has_gone_fails_by_name_after_a_few_workers_have
     shutil.copytree(store / "gone", store / "soon-gone")
     register(http, "soon-gone")
     shutil.rmtree(store / "soon-gone")
-    reply = http.post("/generate", json={"model": f"{POOL}:soon-gone", "prompt": PROMPT})
-    error = reply.json()["error"]
-    assert (reply.status_code, error["param"]) == (400, "lora")
-    assert "soon-gone" in error["message"]
+    by_name = {"model": f"{POOL}:soon-gone"}
+    for body, param in ((by_name, "model"), ({"model": POOL, "lora": [{"name": "soon-gone"}]}, "lora")):
+        reply = http.post("/generate", json={"prompt": PROMPT} | body)
+        error = reply.json()["error"]
+        assert (reply.status_code, error["param"]) == (400, param)
+        assert "soon-gone" in error["message"]
+    for text in ("hello", [3, 4]):
+        reply = http.post("/v1/embeddings", json={"input": text} | by_name)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "model")
     # The workers serve on.
     assert answer(http) == answer(http)
 

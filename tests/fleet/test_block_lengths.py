@@ -3,9 +3,9 @@
 import json
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
-from redis import Redis
 
 from shared.block_lengths import FILE
 from shared.client import FleetClient
@@ -57,7 +57,7 @@ async def test_a_killed_workers_choice_is_kept_by_a_worker_that_chooses_nothing(
     assert lengths_of(own) == {None} and assert_whole(own).usage.block_length == BLOCK_LENGTH
 
 
-def test_workers_of_one_kind_go_by_what_the_first_has_measured(spawn_worker: SpawnWorker, redis_client: Redis) -> None:
+def test_workers_of_one_kind_go_by_what_the_first_has_measured(spawn_worker: SpawnWorker, redis_client: Any) -> None:
     said = "as a worker of this kind has measured them"
     first = spawn_worker("agreed", "--block-length", "auto").wait_ready()
     assert said not in first.log.read_text()

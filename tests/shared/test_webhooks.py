@@ -51,6 +51,20 @@ async def due(store: WebhookStore) -> int:
     return (await store.census([PART])).due
 
 
+@pytest.mark.parametrize("asked", [None, f"{MODEL}:fox"])
+async def test_results_and_messages_tell_the_model_by_the_name_that_was_asked_for(
+    fleet: FleetClient, queue: WorkerQueue, store: WebhookStore, asked: str | None
+) -> None:
+    command = hooked(command_for().model_copy(update={"asked": asked}))
+    await fleet.submit(command)
+    assert (await fleet.result(command.id)).model == (asked or MODEL)
+    (claim,) = await queue.take(1)
+    await finish(queue, claim)
+    assert (await fleet.result(command.id)).model == (asked or MODEL)
+    (taken,) = await store.take(PART, 1, 60_000)
+    assert (taken.to.model, taken.to.url) == (asked, HOOK.url)
+
+
 async def test_an_end_and_its_message_are_one(fleet: FleetClient, queue: WorkerQueue, store: WebhookStore) -> None:
     await fleet.submit(hooked(), tenant="team")
     (claim,) = await queue.take(1)

@@ -485,6 +485,11 @@ def test_a_fault_of_the_registered_files_is_told_from_one_that_may_pass(tmp_path
         with pytest.raises(AdapterUnavailable) as told:
             store.hold([uses[name]])
         assert not isinstance(told.value, AdapterFaulty)
+        # The field at fault is the one that named it.
+        assert told.value.param == "lora"
+        with pytest.raises(AdapterUnavailable) as told:
+            store.hold([uses[name].model_copy(update={"param": "model"})])
+        assert told.value.param == "model"
 
 
 def test_an_adapter_outside_the_store_is_a_fault(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 import pytest
 
@@ -103,16 +104,19 @@ def test_a_request_whose_adapter_cannot_be_loaded_fails_after_some_workers_have_
         assert (end.code, end.param, end.message) == ("unsupported", "lora", str(error))
 
 
-def test_a_request_whose_adapter_no_worker_can_load_fails_at_once() -> None:
-    queue, shelf = QueueForTests(), Shelf(AdapterFaulty("adapter fox: r: is 8, but the tensors have rank 4"))
-    request = ask()
+@pytest.mark.parametrize("param", ["lora", "model"])
+def test_a_request_whose_adapter_no_worker_can_load_fails_at_once(param: Literal["lora", "model"]) -> None:
+    use = USE.model_copy(update={"param": param})
+    queue, shelf = QueueForTests(), Shelf(AdapterFaulty.of(use, "r: is 8, but the tensors have rank 4"))
+    request = ask((use,))
     with running(queue, shelf):
         queue.submit(request)
         until(lambda: queue.requests[request.id].terminal is not None)
         assert shelf.asked == 1 and queue.requests[request.id].handed_back_ms is None
         end = queue.requests[request.id].terminal
         assert isinstance(end, Failed)
-        assert (end.code, end.param) == ("unsupported", "lora") and "r: is 8" in end.message
+        assert (end.code, end.param) == ("unsupported", param)
+        assert end.message == "adapter fox: r: is 8, but the tensors have rank 4"
 
 
 def test_a_request_whose_adapter_has_no_room_waits_however_often_it_is_taken() -> None:

@@ -352,7 +352,8 @@ def test_nan_in_one_row_fails_that_request_only() -> None:
 
 def test_nan_under_adapters_is_told_as_their_fault() -> None:
     bench = Bench()
-    uses = tuple(LoraUse(name=name, path=name, digest="0" * 64) for name in ("hot", "odd", "hot"))
+    by_model = LoraUse(name="hot", path="hot", digest="0" * 64, param="model")
+    uses = (by_model, *(LoraUse(name=name, path=name, digest="0" * 64) for name in ("odd", "hot")))
     bad = ask([2], 12).model_copy(update={"lora": uses})
     bench.forward.poison.add(bad.id)
     bench.run([bad])
@@ -361,6 +362,13 @@ def test_nan_under_adapters_is_told_as_their_fault() -> None:
     assert (end.code, end.param) == ("unsupported", "lora")
     assert "not finite" in end.message or "NaN" in end.message
     assert end.message.endswith(" under this request's adapters: hot, odd")
+
+    alone = ask([3], 12).model_copy(update={"lora": uses[:1]})
+    bench.forward.poison.add(alone.id)
+    bench.run([alone])
+    end = bench.end(alone)
+    assert isinstance(end, Failed)
+    assert (end.code, end.param) == ("unsupported", "model"), "the model's name brought it"
 
 
 def test_a_full_device_fails_the_widest_request_and_the_others_go_on() -> None:

@@ -48,7 +48,7 @@ def test_of_two_that_measure_at_the_same_time_both_go_by_the_first_that_is_ready
     assert second.agree(slow) == ONE
 
 
-def test_other_models_and_kinds_have_prices_of_their_own_which_are_kept_for_days(fleet_redis: Redis) -> None:
+def test_other_models_and_kinds_have_prices_of_their_own_which_are_kept_for_days(fleet_redis: Any) -> None:
     assert PriceBook(fleet_redis, "m", "kind").agree(lambda: ONE) == ONE
     for model, kind in (("m", "other"), ("n", "kind")):
         assert PriceBook(fleet_redis, model, kind).agree(lambda: OTHER) == OTHER

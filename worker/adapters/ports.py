@@ -1,7 +1,7 @@
 """What the queue's side of a worker needs of its adapters; no torch."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol, Self
 
 from shared.commands import LoraUse
 
@@ -11,6 +11,16 @@ class AdapterUnavailable(Exception):
 
     Another worker may be able to.
     """
+
+    def __init__(self, message: str, param: Literal["lora", "model"] = "lora") -> None:
+        """`param` is the caller's field at fault."""
+        super().__init__(message)
+        self.param: Literal["lora", "model"] = param
+
+    @classmethod
+    def of(cls, use: LoraUse, why: object) -> Self:
+        """Return the complaint about one adapter of a request."""
+        return cls(f"adapter {use.name}: {why}", use.param)
 
 
 class AdaptersFull(AdapterUnavailable):

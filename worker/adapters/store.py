@@ -176,14 +176,14 @@ class AdapterStore:
             folder = find_folder(self._root, use.path)
             if digest_of(folder) != use.digest:
                 # Another worker may still see, or see already, the right ones.
-                raise AdapterUnavailable(f"adapter {use.name}: its files are not those that it was registered with")
+                raise AdapterUnavailable.of(use, "its files are not those that it was registered with")
             return self._load(folder)
         except UnreadableAdapter as error:
-            raise AdapterUnavailable(f"adapter {use.name}: {error}") from error
+            raise AdapterUnavailable.of(use, error) from error
         except InvalidAdapter as error:
-            raise AdapterFaulty(f"adapter {use.name}: {error}") from error
+            raise AdapterFaulty.of(use, error) from error
         except (torch.OutOfMemoryError, MemoryError) as error:
-            raise AdapterUnavailable(f"adapter {use.name}: the device has no memory for it") from error
+            raise AdapterUnavailable.of(use, "the device has no memory for it") from error
 
     def _first_wait(self, own: frozenset[str]) -> _Wait | None:
         """Return the adapter whose turn it is, having waited for long; None if it is among a request's `own`."""
@@ -201,7 +201,7 @@ class AdapterStore:
         """Note that an adapter waits; return what to raise."""
         now = self._clock()
         self._waits.setdefault(use.digest, _Wait(now, now)).seen = now
-        return AdaptersFull(f"adapter {use.name}: no room beside the adapters in use (lora_memory_mb)")
+        return AdaptersFull.of(use, "no room beside the adapters in use (lora_memory_mb)")
 
     def _check_room(self, use: LoraUse, adapter: Adapter, beside: Sequence[LoraUse], own: frozenset[str]) -> None:
         """Raise `AdapterUnavailable` if an adapter has no room beside those in use, or with its request's own."""
@@ -218,7 +218,7 @@ class AdapterStore:
             raise self._turn_away(use)
         together = {each.digest: each.name for each in (*beside, use)}
         if stacked_size([used[digest] for digest in together]) > self._capacity:
-            raise AdapterUnavailable(self._too_much(use, together, used))
+            raise self._too_much(use, together, used)
         error = self._turn_away(use)
         self._crowded_out.add(use.digest)
         yielding = list[str]()
@@ -231,15 +231,17 @@ class AdapterStore:
         wait.yielding, wait.outline = frozenset(yielding), _outline(adapter)
         raise error
 
-    def _too_much(self, use: LoraUse, together: Mapping[str, str], used: Mapping[str, Adapter]) -> str:
+    def _too_much(self, use: LoraUse, together: Mapping[str, str], used: Mapping[str, Adapter]) -> AdapterUnavailable:
         """Say that an adapter has no room even alone, or else not with its request's others (digest to name)."""
         mib = 2**20
         has = f"and this worker has {self._capacity / mib:.1f} (lora_memory_mb)"
         if (alone := stacked_size([used[use.digest]])) > self._capacity:
-            return f"adapter {use.name}: {alone / mib:.1f} MiB are needed, {has}"
+            return AdapterUnavailable.of(use, f"{alone / mib:.1f} MiB are needed, {has}")
         needed = stacked_size([used[digest] for digest in together])
         names = ", ".join(together.values())
-        return f"the adapters {names} of this request: {needed / mib:.1f} MiB are needed for them together, {has}"
+        # The model's name holds one at most: what is too much beside it, `lora` has added.
+        message = f"the adapters {names} of this request: {needed / mib:.1f} MiB are needed for them together, {has}"
+        return AdapterUnavailable(message, "lora")
 
     def _make_room(self, size: int) -> None:
         """Let go of unused adapters until one of `size` bytes fits, for which there is room beside those in use."""

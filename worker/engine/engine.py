@@ -279,10 +279,12 @@ class Engine:
 
     def _break_off(self, sequence: Sequence, failure: str, events: list[Event]) -> None:
         """Fail a request whose numbers are not finite: by its adapters' fault, if it runs under any."""
-        names = ", ".join(dict.fromkeys(use.name for use in sequence.request.lora))
-        if names:
+        uses = sequence.request.lora
+        if uses:
+            names = ", ".join(dict.fromkeys(use.name for use in uses))
             message = f"{failure} under this request's adapters: {names}"
-            self._fail(sequence, "unsupported", message, events, "lora")
+            param = "model" if all(use.param == "model" for use in uses) else "lora"
+            self._fail(sequence, "unsupported", message, events, param)
         else:
             self._fail(sequence, "nan", failure, events)
 

@@ -9,7 +9,7 @@ from api.webhooks.cuts import was_cut
 from api.webhooks.payload import Unreadable, message_id, render
 from shared.client import Result, UnknownRequest
 from shared.events import Delta, Failed, Finished, Usage, encode_event
-from shared.keys import new_request_id
+from shared.keys import model_of, new_request_id
 from shared.webhooks import Recipient, Taken
 
 ID = new_request_id("org/demo")
@@ -49,6 +49,13 @@ def test_every_end_has_a_type_and_says_what_it_cost(end: Finished | Failed, kind
         assert data["error"] == {"code": end.code, "message": end.message, "param": None}
     else:
         assert data["error"] is None and data["usage"]["total_tokens"] == 30
+
+
+@pytest.mark.parametrize("kind", ["request", "response"])
+def test_the_model_is_told_by_the_name_that_was_asked_for(kind: str) -> None:
+    end = encode_event(Finished(ID, 3, 1, "stop", "stop_token", USAGE))
+    told = [said(end, kind=kind, model=model)["data"]["model"] for model in (None, "org/demo:fox")]
+    assert told == ["org/demo", "org/demo:fox"]
 
 
 def test_a_batch_tells_its_counts_and_files() -> None:
@@ -94,7 +101,7 @@ async def test_a_response_that_ended_within_a_call_is_told_as_its_reader_sees_it
     async def look(request_id: str) -> Result:
         if text is None:
             raise UnknownRequest(request_id)
-        return Result(request_id, "done", text, [], end)
+        return Result(request_id, "done", model_of(request_id), text, [], end)
 
     message = Taken(ID, Recipient(url=URL, kind="response", name="resp_1", calls=calls), encode_event(end), 1, 1)
     told = json.loads(render(message, await was_cut(message, look)))
