@@ -11,9 +11,10 @@ from fastapi import Depends, Request
 from api.access import Caller
 from api.admission import IGNORED_HEADER, caller_of, headers_of
 from api.catalog import Catalog
-from api.errors import ApiError
+from api.errors import ApiError, invalid
 from api.limits import Limiter
 from api.metrics import Metrics
+from api.numbers import beyond_range
 from api.ports import Fleet
 from api.relay import Relay
 from api.schemas import Body, known_fields, parse
@@ -77,6 +78,8 @@ def _loads(body: bytes) -> object:
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
+        if field := beyond_range(body):
+            raise invalid(field, f"{field} must be a number that 64 bits hold") from error
         message = f"the body is not JSON: {error}"
         try:
             body.decode()

@@ -5,7 +5,7 @@ Unknown fields at the top are ignored, as OpenAI's clients expect; an unknown op
 whose effect nobody would deliver (`REFUSED`), is an error that names it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -79,8 +79,16 @@ def _check_prompt(value: object) -> object:
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(type(item) is int for item in value):
-        return value
+        return _within_64_bits(value)
     raise PydanticCustomError("prompt", "must be a string or a list of token ids")
+
+
+def _within_64_bits(ids: Sequence[int], place: tuple[int, ...] = ()) -> Sequence[int]:
+    """Return token ids as they are; which ones the model has is told later."""
+    for index, each in enumerate(ids):
+        if not 0 <= each < 2**63:
+            raise PydanticCustomError("token_id", "must be a token id, from 0 up", {"at": (*place, index)})
+    return ids
 
 
 def _check_content(value: object) -> object:
@@ -107,11 +115,11 @@ def _check_prompts(value: object) -> object:
         case str():
             return [value]
         case [_, *_] if all(type(item) is int for item in value):
-            return [value]
+            return [_within_64_bits(value)]
         case [_, *_] if all(isinstance(item, str) for item in value):
             return value
         case [_, *_] if all(isinstance(item, list) and all(type(part) is int for part in item) for item in value):
-            return value
+            return [_within_64_bits(item, (index,)) for index, item in enumerate(value)]
         case _:
             raise PydanticCustomError(
                 "prompt", "must be a string, a list of strings, a list of token ids, or a list of such lists"
@@ -270,7 +278,7 @@ class DiffusionOptions(BaseModel):
         le=100.0,
         description="Guidance: logits move so many times further away from those of a masked prompt. Doubles the work.",
     )
-    canvas_length: int | None = Field(default=None, ge=1, description="Not supported by block models.")
+    canvas_length: int | None = Field(default=None, ge=1, lt=COUNT_LIMIT, description="Not supported by block models.")
     deadline_ms: int | None = Field(
         default=None,
         ge=1,
@@ -339,7 +347,7 @@ class GenerationBody(StrictBody):
         default=None, max_length=1024, description="Token id to -100 .. 100, added to its logit."
     )
     stop: Annotated[Annotated[list[StopString], Field(max_length=16)] | None, BeforeValidator(as_list)] = None
-    stop_token_ids: list[int] | None = Field(default=None, max_length=64)
+    stop_token_ids: list[Annotated[int, Field(ge=-(2**63), lt=2**63)]] | None = Field(default=None, max_length=64)
     ignore_eos: bool | None = None
     max_nfe: int | None = Field(default=None, ge=1, lt=COUNT_LIMIT, description="Cap on denoising forwards.")
     max_repetition_run: int | None = Field(
@@ -588,21 +596,39 @@ def parse(kind: type[Body], value: object) -> Body:
 
 def _within_range(kind: type[BaseModel], fields: dict[str, object], error: ValidationError) -> ValidationError:
     """Return the error, or one that names the range, of an integer beyond 64 bits: orjson makes a float of that."""
-    place = complaint_of(error, fields).place
-    if not place or error.errors(include_url=False)[0]["type"] not in ("int_type", "int_parsing_size"):
+    if not _restore_integers(fields):
         return error
-    inner: Any = fields
-    for part in place[:-1]:
-        inner = inner[part]
-    value: object = inner[place[-1]]
-    if not (isinstance(value, float) and value.is_integer()):
-        return error
-    inner[place[-1]] = int(value)
     try:
         kind.model_validate(fields)
     except ValidationError as exact:
         return exact
     return error
+
+
+def _restore_integers(value: object) -> bool:
+    """Make integers beyond 64 bits of the floats that may have been such, and tell whether there were any.
+
+    Rounding may have brought one back to the edge, so they become twice as large: that no range holds them is all
+    that is left to say of them.
+    """
+    found = False
+    open_: list[Any] = [value]
+    while open_:
+        inner = open_.pop()
+        match inner:
+            case dict():
+                places: list[Any] = list(inner)
+            case list():
+                places = list(range(len(inner)))
+            case _:
+                continue
+        for place in places:
+            part: object = inner[place]
+            if isinstance(part, float) and abs(part) >= 2**63 and part.is_integer():
+                inner[place], found = 2 * int(part), True
+            elif isinstance(part, dict | list):
+                open_.append(part)
+    return found
 
 
 def known_fields(kind: type[BaseModel]) -> frozenset[str]:

@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 from api.errors import invalid, unsupported
 from api.metadata import Metadata
 from api.schemas import GUIDED, GenerationBody, refuse_replacing
-from shared.commands import MOST_LOGPROBS
+from shared.commands import COUNT_LIMIT, MOST_LOGPROBS
 
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDES = (
@@ -56,7 +56,9 @@ class ResponseBody(GenerationBody):
         WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}),
     ]
     instructions: str | None = None
-    max_output_tokens: int | None = Field(default=None, ge=1, description="Unset: 512, or what the context leaves.")
+    max_output_tokens: int | None = Field(
+        default=None, ge=1, lt=COUNT_LIMIT, description="Unset: 512, or what the context leaves."
+    )
     previous_response_id: str | None = None
     background: bool | None = Field(default=None, description="Answer at once; the response goes on by itself.")
     store: bool | None = Field(default=None, description="Unset: true.")

@@ -21,7 +21,7 @@ from api.errors import ApiError, invalid, path_of
 from api.openapi import ERROR_RESPONSES, request_body
 from api.requests import Call, check_prompt
 from api.schemas import Adapters, Prompts, StrictBody
-from shared.commands import Generate, Limits
+from shared.commands import COUNT_LIMIT, Generate, Limits
 
 router = APIRouter(tags=["openai"])
 
@@ -40,7 +40,7 @@ class EmbeddingsBody(StrictBody):
         default=None, description="base64: little-endian float32."
     )
     dimensions: int | None = Field(
-        default=None, ge=1, description="Keep so many leading numbers, brought to length 1 again."
+        default=None, ge=1, lt=COUNT_LIMIT, description="Keep so many leading numbers, brought to length 1 again."
     )
     lora: Adapters | None = Field(default=None, description="Adapters whose effects are summed.")
     user: str | None = Field(default=None, max_length=256)

@@ -4,6 +4,7 @@ A stream is one JSON object a line, and streaming is what happens unless `stream
 machine (`num_ctx`, `keep_alive`, ...) are left to the fleet.
 """
 
+import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar, Literal, assert_never
@@ -41,6 +42,11 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
     },
     **ERROR_RESPONSES,
 }
+
+
+_OLLAMAS = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty", "response_format": "format"}
+"""Ollama's names by OpenAI's."""
+_OPENAIS = re.compile(rf"\b({'|'.join(_OLLAMAS)})\b")
 
 
 class Options(StrictBody):
@@ -279,5 +285,6 @@ async def _in_ollamas_words(answer: Awaitable[Response]) -> Response:
         if known is None:
             raise
         note(code=known.code)
-        content = orjson.dumps({"error": known.message})
+        told = _OPENAIS.sub(lambda name: _OLLAMAS[name[0]], known.message) if known.param in _OLLAMAS else known.message
+        content = orjson.dumps({"error": told})
         return Response(content, known.status, headers=known.headers, media_type="application/json")

@@ -29,7 +29,7 @@ from api.sse import KEEPALIVE, EventStream
 from api.structure.constraints import constraint_of
 from api.structure.tools import choose, shown
 from shared.client import Result
-from shared.commands import Generate
+from shared.commands import COUNT_LIMIT, Generate
 from shared.constraints import ToolCalls
 from shared.events import Delta, Finished, Queued, Snapshot, Started
 from shared.keys import ulid
@@ -125,7 +125,7 @@ async def retrieve(
     services: ServicesDep,
     caller: CallerDep,
     stream: Annotated[bool, Query()] = False,
-    starting_after: Annotated[int | None, Query(ge=-1)] = None,
+    starting_after: Annotated[int | None, Query(ge=-1, lt=COUNT_LIMIT)] = None,
 ) -> Response:
     """Return a stored response, or its events behind `starting_after`: those that are past, then those to come."""
     record = await _find(services, caller, response_id)

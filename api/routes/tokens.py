@@ -34,7 +34,7 @@ class TokenizeBody(StrictBody):
 
 class DetokenizeBody(StrictBody):
     model: str | None = None
-    tokens: list[int] = Field(max_length=1_000_000)
+    tokens: list[Annotated[int, Field(ge=-(2**63), lt=2**63)]] = Field(max_length=1_000_000)
 
 
 @router.post("/tokenize", openapi_extra=request_body(TokenizeBody), responses=ERROR_RESPONSES)

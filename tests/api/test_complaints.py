@@ -10,12 +10,16 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from api.errors import path_of
 from shared.commands import COUNT_LIMIT
 from tests.api.scripted import CARD, Caller, ScriptedFleet
 
 WRONG: list[Any] = [True, -1, "x", "", [], [{}], [[5]], {"x": 1}, {"type": "x"}]
 START: dict[str, Any] = {
     "model": "org/demo",
+    "input_file_id": "file_1",
+    "endpoint": "/v1/embeddings",
+    "completion_window": "24h",
     "prompt": "x",
     "messages": [{"role": "user", "content": "hi"}],
     "input": "hi",
@@ -110,6 +114,113 @@ async def test_a_refusal_names_a_field_of_the_request_and_nothing_of_python(call
             said = told["message"].replace(json.dumps(value), "")
             assert not PYTHON.search(said) and not classes.search(said), (body, told)
     assert refused > len(list(fields(schema)))
+
+
+def resolved(schema: Any, known: dict[str, Any]) -> Any:
+    """Put what a schema refers to in the place of the reference."""
+    match schema:
+        case {"$ref": str(name)}:
+            return resolved(known[name.rpartition("/")[2]], known)
+        case dict():
+            return {name: resolved(part, known) for name, part in schema.items()}
+        case list():
+            return [resolved(part, known) for part in schema]
+        case _:
+            return schema
+
+
+def integers(schema: dict[str, Any], place: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Yield the place of every integer that a schema describes."""
+    for branch in (schema, *schema.get("anyOf", ()), *schema.get("oneOf", ())):
+        if branch.get("type") == "integer":
+            yield place
+        for name, part in branch.get("properties", {}).items():
+            yield from integers(part, (*place, name))
+        if "items" in branch:
+            yield from integers(branch["items"], (*place, 0))
+
+
+BEYOND = (*map(str, (2**63, -(2**63) - 1, 2**64, 10**30, -(10**30), 10**308)), "1" + "0" * 400, "-1" + "0" * 5000)
+"""As JSON has them: Python itself reads and writes no more than 4,300 digits."""
+
+
+async def test_an_integer_beyond_64_bits_is_refused_by_its_place_and_its_range_wherever_it_stands(
+    caller: Caller,
+) -> None:
+    document = (await caller.get("/openapi.json")).json()
+    tried: set[str] = set()
+    for path, operations in document["paths"].items():
+        content = operations.get("post", {}).get("requestBody", {}).get("content", {}).get("application/json")
+        if content is None:
+            continue
+        schema = resolved(content["schema"], document["components"]["schemas"])
+        start = {name: value for name, value in START.items() if name in schema["properties"]}
+        if path == "/tokenize":
+            del start["prompt"]
+        for place in dict.fromkeys(integers(schema)):
+            for number in BEYOND:
+                body = copy.deepcopy(start)
+                put(body, place, "NUMBER")
+                # What must stand beside it.
+                if "template" in place:
+                    put(body, (*place[:-1], "hole"), "a")
+                if "output_expires_after" in place:
+                    body["output_expires_after"]["anchor"] = "created_at"
+                raw = json.dumps(body).replace('"NUMBER"', number).encode()
+                answer = await caller.post(path, raw)
+                assert answer.status == 400, (path, place, number, answer.body)
+                if path.startswith("/api/"):
+                    # Ollama's errors are a message.
+                    assert str(place[-1]) in answer.json()["error"], (place, answer.body)
+                    continue
+                told = answer.error
+                assert told["param"] == path_of(place), (path, place, told)
+                assert told["param"] in told["message"] and "an integer" not in told["message"], (path, place, told)
+                assert "list of" not in told["message"], (path, place, told)
+            tried.add(path_of(place))
+    assert {"max_tokens", "prompt[0]", "diffusion.template[0].max_tokens", "stop_token_ids[0]", "input[0]"} <= tried
+
+
+@pytest.mark.parametrize("digits", ["1e400", "-1e999", "1" + "0" * 5000])
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ('{"prompt": "x", "temperature": NUMBER}', "temperature"),
+        ('{"prompt": "x", "guided_json": {"a": [1, {"b": NUMBER}]}, "top_p": NUMBER}', "guided_json.a[1].b"),
+        ('{"prompt": "x", "metadata": {"a": NUMBER}}', "metadata.a"),
+    ],
+)
+async def test_a_number_that_no_float_holds_is_named(caller: Caller, body: str, param: str, digits: str) -> None:
+    answer = await caller.post("/v1/completions", body.replace("NUMBER", digits).encode())
+    assert (answer.status, answer.error["param"]) == (400, param)
+    assert answer.error["message"] == f"{param} must be a number that 64 bits hold"
+
+
+async def test_integers_beyond_64_bits_within_a_schema_are_numbers_like_others(caller: Caller) -> None:
+    schema = {"type": "integer", "maximum": 10**30}
+    answer = await caller.post("/v1/completions", {"prompt": "x", "guided_json": schema})
+    assert answer.status == 200, answer.body
+
+
+async def test_a_whole_number_out_of_range_in_a_query_is_named(caller: Caller) -> None:
+    document = (await caller.get("/openapi.json")).json()
+    tried = 0
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            for parameter in operation.get("parameters", ()):
+                kinds = [part.get("type") for part in (parameter["schema"], *parameter["schema"].get("anyOf", ()))]
+                if method != "get" or parameter["in"] != "query" or "integer" not in kinds:
+                    continue
+                for number in (2**63, 10**30, -(10**30)):
+                    where = re.sub(r"\{[^}]+\}", "x", path)
+                    answer = await caller.get(f"{where}?{parameter['name']}={number}")
+                    assert (answer.status, answer.error["param"]) == (400, parameter["name"]), (
+                        where,
+                        number,
+                        answer.body,
+                    )
+                    tried += 1
+    assert tried
 
 
 @pytest.mark.parametrize(
