@@ -7,7 +7,7 @@ the server listens on is what protects it.
 import hashlib
 import hmac
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -94,8 +94,13 @@ class Guard:
     """
 
     def __init__(
-        self, app: ASGIApp, keys: Sequence[ApiKey] | None, default: Caller, origins: Sequence[str] = ()
+        self,
+        app: ASGIApp,
+        keys: Callable[[], Sequence[ApiKey]] | None,
+        default: Caller,
+        origins: Sequence[str] = (),
     ) -> None:
+        """`keys` tells those of now; None: there are none, and everyone may do everything."""
         self._app = app
         self._keys = keys
         self._default = default
@@ -123,7 +128,7 @@ class Guard:
         match = _BEARER.fullmatch(Headers(scope=scope).get("authorization", ""))
         if match is None:
             raise _unauthorized("send an API key as `Authorization: Bearer ...`")
-        key = find_key(self._keys, match[1])
+        key = find_key(self._keys(), match[1])
         if key is None:
             raise _unauthorized("this API key is not known here")
         wanted: KeyScope = "admin" if _ADMIN.fullmatch(path) else "inference"

@@ -11,6 +11,7 @@ from api import errors
 from api.access import Caller, Guard, load_keys
 from api.admission import IGNORED_HEADER, REQUEST_ID_HEADER
 from api.assembly import open_services
+from api.kept_file import KeptFile
 from api.metrics import Metrics
 from api.middleware import BodyLimit, ForgivingPath, LastResort, RequestLog
 from api.openapi import without_422
@@ -71,7 +72,7 @@ def create_app(settings: ApiSettings, client: Fleet | None = None) -> FastAPI:
     Raises `api.access.InvalidKeys`, `api.webhooks.signing.InvalidSecrets`.
     """
     metrics = Metrics(vllm_names=settings.vllm_metrics)
-    keys = None if settings.api_keys_file is None else load_keys(settings.api_keys_file)
+    keys = None if settings.api_keys_file is None else KeptFile(settings.api_keys_file, load_keys)
     desk = WebhookDesk.open(settings)
     anyone = Caller(requests_per_minute=settings.requests_per_minute, tokens_per_minute=settings.tokens_per_minute)
 

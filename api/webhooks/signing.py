@@ -5,10 +5,12 @@ import binascii
 import hashlib
 import hmac
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
+
+from api.kept_file import KeptFile
 
 SECRET_PREFIX = "whsec_"
 ANYONE = "*"
@@ -25,37 +27,40 @@ class InvalidSecrets(ValueError):
 class Secrets:
     """The secrets of each API key's owner; the first one is the newest, all of them sign."""
 
-    def __init__(self, secrets_of: Mapping[str, Sequence[bytes]]) -> None:
-        self._secrets = dict(secrets_of)
+    def __init__(self, read: Callable[[], Mapping[str, Sequence[bytes]]]) -> None:
+        self._read = read
 
     @classmethod
     def load(cls, path: Path | None) -> "Secrets":
-        """Read a JSON object of key ids (or "*") to lists of `whsec_...`; None: nobody has any.
+        """Read a JSON object of key ids (or "*") to lists of `whsec_...`, and anew when it has changed.
 
-        Raises `InvalidSecrets`.
+        None: nobody has any. Raises `InvalidSecrets`.
         """
-        if path is None:
-            return cls({})
-        try:
-            given = _FILE.validate_json(path.read_bytes())
-        except OSError as error:
-            raise InvalidSecrets(f"{path}: {error.strerror}") from error
-        except ValidationError:
-            raise InvalidSecrets(f'{path}: must be a JSON object such as {{"*": ["whsec_..."]}}') from None
-        found: dict[str, list[bytes]] = {}
-        for owner, listed in given.items():
-            if not listed:
-                raise InvalidSecrets(f"{path}: {owner}: has no secret")
-            for number, secret in enumerate(listed):
-                try:
-                    found.setdefault(owner, []).append(decode_secret(secret))
-                except ValueError as error:
-                    raise InvalidSecrets(f"{path}: {owner}[{number}]: {error}") from None
-        return cls(found)
+        return cls(dict[str, list[bytes]] if path is None else KeptFile(path, _read_secrets))
 
     def of(self, tenant: str) -> Sequence[bytes]:
         """Return the secrets that sign what a tenant has asked for; none: it may not ask."""
-        return self._secrets.get(tenant) or self._secrets.get(ANYONE, ())
+        secrets_of = self._read()
+        return secrets_of.get(tenant) or secrets_of.get(ANYONE, ())
+
+
+def _read_secrets(path: Path) -> dict[str, list[bytes]]:
+    try:
+        given = _FILE.validate_json(path.read_bytes())
+    except OSError as error:
+        raise InvalidSecrets(f"{path}: {error.strerror}") from error
+    except ValidationError:
+        raise InvalidSecrets(f'{path}: must be a JSON object such as {{"*": ["whsec_..."]}}') from None
+    found: dict[str, list[bytes]] = {}
+    for owner, listed in given.items():
+        if not listed:
+            raise InvalidSecrets(f"{path}: {owner}: has no secret")
+        for number, secret in enumerate(listed):
+            try:
+                found.setdefault(owner, []).append(decode_secret(secret))
+            except ValueError as error:
+                raise InvalidSecrets(f"{path}: {owner}[{number}]: {error}") from None
+    return found
 
 
 def new_secret() -> str:

@@ -93,6 +93,25 @@ async def test_scopes_open_what_they_name(tmp_path: Path) -> None:
         assert (await caller.get("/v1/models")).error["code"] == "invalid_api_key"
 
 
+async def test_a_key_is_given_and_taken_while_the_server_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("api.kept_file.LOOK_S", 0.0)
+    path = write(tmp_path / "keys.json", {"id": "a", "sha256": hash_key("one")})
+    async with running(ScriptedFleet(), api_keys_file=path) as caller:
+
+        async def statuses() -> list[int]:
+            return [
+                (await caller.get("/v1/models", {"authorization": f"Bearer {key}"})).status for key in ("one", "two")
+            ]
+
+        assert await statuses() == [200, 401]
+        write(path, {"id": "a", "sha256": hash_key("one")}, {"id": "a", "sha256": hash_key("two")})
+        assert await statuses() == [200, 200]
+        write(path, {"id": "a", "sha256": hash_key("two"), "scopes": ["inference"]})
+        assert await statuses() == [401, 200]
+        path.write_text("[{")
+        assert await statuses() == [401, 200]
+
+
 @pytest.mark.parametrize(
     ("origin", "options", "status"),
     [

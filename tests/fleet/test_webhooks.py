@@ -39,8 +39,11 @@ class Bench:
         self.receiver = Receiver(folder)
         self._folder, self._url = folder, redis_url
         self._secrets = folder / "secrets.json"
-        self._secrets.write_text(json.dumps({"*": [NEW, OLD]}))
+        self.write_secrets(NEW, OLD)
         self._jobs: list[Process] = []
+
+    def write_secrets(self, *secrets: str) -> None:
+        self._secrets.write_text(json.dumps({"*": secrets}))
 
     def start_jobs(self, retries: str = "[0.2,0.2,0.2,0.2,0.2,0.2,0.2,0.2]", *flags: str) -> Process:
         own = ("--redis-url", self._url, "--webhook-secrets-file", str(self._secrets), "--webhook-allow-http")
@@ -84,6 +87,28 @@ async def count_due(redis_url: str) -> tuple[int, int]:
     census = await WebhookStore(link).census([PART])
     await link.close()
     return census.due, census.dead
+
+
+def test_secrets_are_changed_while_the_jobs_run(bench: Bench) -> None:
+    bench.receiver.start()
+    bench.start_jobs()
+    fresh = new_secret()
+
+    def is_signed_by(secret: str) -> bool:
+        told = len(bench.receiver.told)
+        asyncio.run(bench.run(bench.command()))
+        until(lambda: len(bench.receiver.told) > told, "the receiver was told")
+        last = bench.receiver.told[-1]
+        try:
+            Verifier(secret).verify(last["body"], last["headers"])
+        except WebhookVerificationError:
+            return False
+        return True
+
+    assert is_signed_by(OLD) and not is_signed_by(fresh)
+    bench.write_secrets(fresh, NEW)
+    until(lambda: is_signed_by(fresh), "messages are signed by the new secret")
+    assert not is_signed_by(OLD) and is_signed_by(NEW)
 
 
 def test_an_end_is_told_signed_by_all_secrets_and_by_no_other(bench: Bench) -> None:
