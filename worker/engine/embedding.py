@@ -14,7 +14,7 @@ from worker.engine.window import Window
 from worker.models.spec import Attention
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Embedding(Sequence):
     """Facts about one such request.
 

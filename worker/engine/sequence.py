@@ -19,7 +19,7 @@ from worker.engine.window import Block, Window, next_window, reads_prompt_whole
 from worker.models.spec import Commit, ModelSpec
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Sequence:
     """Facts about one request.
 

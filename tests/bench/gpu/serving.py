@@ -1,4 +1,4 @@
-"""python -m tests.bench.gpu.serving [engine] [prompts] [path] [soak] [memory]: what serves, with random weights.
+"""python -m tests.bench.gpu.serving [engine] [profile] [prompts] [path] [soak] [memory]: what serves, random weights.
 
 Steps of the engine beside the captured step alone, prompts that come beside running rows, the whole path through HTTP
 and Redis over the engine alone, and an hour's worth of mixed arrivals, aborts and preemptions. JSON lines go to
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from kernels.fp8 import FP8
 from shared.commands import Generate, Limits
 from shared.decoding import LowConfidenceStatic
 from shared.events import Delta, Failed, Finished
+from tests.bench.gpu.frontier import profile, share_out
 from tests.bench.gpu.shapes import SHAPES, Shape, random_model, store_in_blocks
 from tests.bench.gpu.soak import STEPS_OF_AN_HOUR, Traffic, soak
 from tests.worker.texts import NoText
@@ -164,6 +166,7 @@ def bench_engine(model: LoadedModel, report: Report, rows: int, how: str = "chos
             "start_s": watched.start_s,
             "step_ms": median(steps) * 1e3,
             "tokens_s": sum(watched.accepted[i] for i in full) / seconds,
+            "longest_ms": max(steps) * 1e3,
             "steps": len(full),
             "kinds": {kind: (len(times), round(median(times), 2)) for kind, times in sorted(kinds.items())},
             "first_block_last_s": max(first.values()),
@@ -171,6 +174,35 @@ def bench_engine(model: LoadedModel, report: Report, rows: int, how: str = "chos
             "tokens_s_with_prompts": rows * PRODUCE / max(last.values()),
             **({"postponed": leader.postponed, "asked": leader.asked, **leader.choices()} if leader else {}),
             "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
+        }
+    )
+
+
+def bench_profile(model: LoadedModel, report: Report, rows: int, steps: int = 12) -> None:
+    """What the kernels of steps take in which all rows decode."""
+    watched = Watched(model, rows, rows * ((CONTEXT + PRODUCE) // PAGE + 3))
+    engine = watched.engine
+    requests = [a_request(number, model) for number in range(rows)]
+    engine.step(Inbox(arrivals=[Arrival(request, epoch=1) for request in requests]))
+    while len(watched.times) < 8 or watched.denoised[-1] < rows or watched.prompts[-1]:
+        engine.step(Inbox())
+    for _ in range(4):
+        engine.step(Inbox())
+
+    def some_steps() -> None:
+        for _ in range(steps):
+            engine.step(Inbox())
+
+    mark = len(watched.times)
+    shares = share_out(profile(some_steps))
+    report(
+        {
+            "bench": "profile",
+            "rows": rows,
+            "block": model.spec.block_length,
+            "steps": Counter(watched.kinds[mark:]),
+            "step_us": sum(share.us for share in shares.values()) / steps,
+            "kernels": {name: (round(share.us / steps, 1), share.launches / steps) for name, share in shares.items()},
         }
     )
 
@@ -356,7 +388,7 @@ async def bench_path(name: str, report: Report, concurrencies: list[int], rounds
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", nargs="+", choices=("engine", "llada", "prompts", "soak", "path", "memory"))
+    parser.add_argument("what", nargs="+", choices=("engine", "profile", "llada", "prompts", "soak", "path", "memory"))
     parser.add_argument("--model", default="SDAR-8B", choices=list(SHAPES))
     parser.add_argument("--rows", default="1,8,32,64")
     parser.add_argument("--block", default="32", help="block lengths; the first is that of all but the engine")
@@ -370,6 +402,8 @@ def main() -> None:
     parser.add_argument("--head", default="stored", choices=("stored", "fp8"))
     parser.add_argument("--kv", default="auto", choices=("auto", "fp8"))
     arguments = parser.parse_args()
+    if "profile" in arguments.what and not torch.cuda.is_available():
+        parser.error("a profile needs a GPU")
     logging.basicConfig(level=logging.WARNING)
     given = (arguments.rows, arguments.block, arguments.steps)
     rows, blocks, steps = ([int(each) for each in value.split(",")] for value in given)
@@ -414,6 +448,11 @@ def main() -> None:
                                 bench_engine(model, report, each, how)
                                 _tidy()
                     model = served(shape, model, blocks[0], steps[0])
+                elif what == "profile":
+                    for block, count in zip(blocks, steps, strict=True):
+                        for each in rows:
+                            bench_profile(served(shape, model, block, count), report, each)
+                            _tidy()
                 elif what == "llada":
                     for each in rows:
                         bench_llada(model, report, each)
