@@ -12,6 +12,7 @@ from kernels.fp8 import swiglu_fp8 as _swiglu_fp8
 from kernels.kv_write import kv_write as _kv_write
 from kernels.linear import gated_linear as _gated_linear
 from kernels.linear import linear as _linear
+from kernels.lora import assign as _assign
 from kernels.lora import lora as _lora
 from kernels.lora import lora_swiglu as _lora_swiglu
 from kernels.moe import experts as _experts
@@ -25,6 +26,7 @@ from kernels.token_share import merge_shares as _merge_shares
 from kernels.token_share import token_share as _token_share
 from kernels.token_stats import token_stats as _token_stats
 
+assign = Op(_assign, twin("lora", "assign"))
 attention = Op(_attention, twin("attention", "attention"))
 canvas_advance = Op(_canvas_advance, twin("canvas", "canvas_advance"))
 canvas_query = Op(_canvas_query, twin("canvas", "canvas_query"))
@@ -50,6 +52,7 @@ token_share = Op(_token_share, twin("token_share", "token_share"))
 token_stats = Op(_token_stats, twin("token_stats", "token_stats"))
 
 OPS = {
+    "assign": assign,
     "attention": attention,
     "canvas_advance": canvas_advance,
     "canvas_query": canvas_query,

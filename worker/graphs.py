@@ -21,7 +21,6 @@ from torch import Tensor
 import kernels
 from kernels.attention import AttentionPlan, RowGroup, plan_attention
 from kernels.canvas import Field, Layout, Query
-from kernels.lora import assign
 from kernels.token_stats import Noise
 from worker.adapters.bank import AdapterBank
 from worker.models import LoadedModel
@@ -232,7 +231,7 @@ class StepGraphs:
         live, adapter, scale = (self.state[:, column].index_select(0, query.owners) for column in columns)
         places = torch.where(live != 0, adapter - 1, -1)
         scales = scale.int().view(torch.float32)
-        return LowRank(self.bank.stacks, (assign(places, scales, self.bank.ranks, self.layout.block),))
+        return LowRank(self.bank.stacks, (kernels.assign(places, scales, self.bank.ranks, self.layout.block),))
 
     def _run_head(self, rows: int, room: int) -> Tensor:
         """Propose, accept and move the rows on; return the answer."""

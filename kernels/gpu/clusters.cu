@@ -145,7 +145,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int rank = blockIdx.x % CLUSTER, group = blockIdx.x / CLUSTER;
   const int ct = rank % TOKENS_IN_CLUSTER, cr = rank / TOKENS_IN_CLUSTER % ROWS_IN_CLUSTER;
   const int cs = rank / (TOKENS_IN_CLUSTER * ROWS_IN_CLUSTER);
-  const int token = ((group % token_groups) * TOKENS_IN_CLUSTER + ct) * TOKENS;
+  // What lies outside of the tokens would be slow to read: the last tile goes over some of the one before it again.
+  const int token = max(0, min(((group % token_groups) * TOKENS_IN_CLUSTER + ct) * TOKENS, tokens - TOKENS));
   const int row = ((group / token_groups) * ROWS_IN_CLUSTER + cr) * ROWS;
   const int share = (steps + SPLITS - 1) / SPLITS;
   const int first = cs * share, count = min(steps, first + share) - first;

@@ -143,11 +143,22 @@ _ENOUGH, _TURN_US, _EXCHANGE_US = 0.6, 2.4, 1.2
 _SHARPNESS = 3.6
 
 
+def turns_of(tiling: Tiling, rows: int, tokens: int, room: Room) -> int:
+    """Return how many times a multiprocessor begins with a tile."""
+    return -(-tiling.grid(rows, tokens).blocks // room.blocks(tiling.cluster))
+
+
+def share_of_turns(tiling: Tiling, rows: int, tokens: int, room: Room) -> float:
+    """Return what part of the turns' multiprocessors has a tile."""
+    turns = turns_of(tiling, rows, tokens, room)
+    return tiling.grid(rows, tokens).blocks / (turns * room.blocks(tiling.cluster))
+
+
 def expected_us(tiling: Tiling, rows: int, inputs: int, tokens: int, room: Room) -> float:
     """Return how long a product should take: near the largest of its bounds, more where several are as large."""
     blocks = tiling.grid(rows, tokens).blocks
     at_once = room.blocks(tiling.cluster)
-    turns = -(-blocks // at_once)
+    turns = turns_of(tiling, rows, tokens, room)
     running = min(blocks, at_once)
     stretch = -(-inputs // (_INPUTS * tiling.splits)) * _INPUTS
     weights, others = tiling.rows / tiling.tokens_in_cluster, tiling.tokens / tiling.rows_in_cluster
@@ -174,19 +185,22 @@ _GATED = (
 _PLAIN = (
     *(Tiling(1, tokens) for tokens in (32, 64, 128)),
     *(Tiling(1, tokens, 1, 2) for tokens in (32, 64, 96, 128, 192)),
-    *(Tiling(1, tokens, 2) for tokens in (32, 64, 96, 144, 192, 256)),
-    *(Tiling(2, tokens, 2) for tokens in (64, 96, 128, 192, 256)),
+    *(Tiling(1, tokens, 2) for tokens in (32, 64, 80, 96, 144, 160, 192, 256)),
+    *(Tiling(2, tokens, 2) for tokens in (64, 80, 96, 128, 192, 256)),
     *(Tiling(3, tokens, 2) for tokens in (96, 128, 144, 160, 256)),
     *(Tiling(1, tokens, 1, 1, 2) for tokens in (32, 128)),
     *(Tiling(2, tokens, 1, 1, 2) for tokens in (128, 256)),
     *(Tiling(3, tokens, 1, 1, 2) for tokens in (96, 128, 160)),
 )
 
+WIDE = 10240
+"""Outputs from which up a product without a gate takes the tilings of one with it."""
+
 
 @functools.cache
 def choose(rows: int, inputs: int, tokens: int, room: Room, *, gated: bool) -> Tiling:
     """Return the tiling that should be fastest."""
-    tilings = _GATED if gated else (*_PLAIN, *_narrow(rows, tokens, room))
+    tilings = _GATED if gated or rows >= WIDE else (*_PLAIN, *_narrow(rows, tokens, room))
     # A cluster's second tile of tokens would be empty.
     full = (tiling for tiling in tilings if tiling.tokens_in_cluster == 1 or tokens > tiling.tokens)
     return min(full, key=lambda tiling: expected_us(tiling, rows, inputs, tokens, room))

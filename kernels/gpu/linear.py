@@ -3,11 +3,11 @@
 Which is used follows from the shape and the number of tokens, by the times of `tests.bench.gpu.kernels`
 (docs/benchmarks). us on an H100, by clusters and by what is fastest without them:
 
-    tokens                         32          128          192          256          288          384         1,024
-    [6144, 4096]           18.6  21.5   20.6  21.7   21.4  23.2   22.0  24.1         27.7         28.8         70.0
-    [4096, 4096]           12.7  14.9   14.0  15.4   14.8  16.3   17.7  19.6   16.8  19.8   19.9  20.7         48.1
-    [4096, 12288]          36.6  40.5   38.8  40.3   41.5  50.9   44.8  49.0   49.4  62.9   56.4  75.0        132.9
-    [24576, 4096], gate    68.4  73.5   70.2  82.6   75.1  87.6   79.2  92.6   98.6  99.3  104.4 112.0   276.5 301.4
+    tokens                         32          128          192          256          320          384         1,024
+    [6144, 4096]           18.6  21.5   20.6  21.7   20.8  23.0   22.0  24.1   28.0  37.4         28.9         70.0
+    [4096, 4096]           12.7  14.9   14.0  15.4   14.7  16.7   17.7  19.6   17.3  18.9   20.0  20.7         48.1
+    [4096, 12288]          36.6  40.5   38.8  40.3   41.1  43.8   44.8  49.0   49.2  53.4   57.2  70.7        132.9
+    [24576, 4096], gate    68.4  73.5   70.2  82.6   75.1  87.5   79.2  92.6   93.9 105.2  107.3 114.5   276.5 301.4
 
 Streaming: up to some 64 tokens a product is one pass over its weights, and what counts is bytes in flight. The weights
 are the left operand, so that they fill the 64 rows of a Hopper matrix instruction and the tokens are its short side.
@@ -32,14 +32,19 @@ from kernels.gpu.swiglu import swiglu
 # and for narrow outputs, whose programs have to share a tile.
 _MAX_TOKENS_WIDE = 64
 _MAX_TOKENS_NARROW = 32
-_WIDE_TILES = 160
+_WIDE_TILES = clusters.WIDE // 64
 
 # Up to here clusters are faster than either; smaller weights and wider outputs without a gate were not timed.
 _MAX_TOKENS_GATED = 2048
-_MAX_TOKENS_PLAIN = 256
+_MAX_TOKENS_PLAIN = 352
 _MAX_TOKENS_OF_FEW_OUTPUTS = 384
 _FEW_OUTPUTS = 5120
 _LEAST_WEIGHTS = 2**24
+_WIDEST = 2**15
+"""Outputs without a gate: those of a gate that adapters stand before are some 25,000. Heads are as fast by cuBLAS."""
+_MAX_TOKENS_ANYWAY = 256
+_ENOUGH_WORK = 0.9
+"""Of the multiprocessors in each turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +78,32 @@ def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _streams(x: Tensor, weight: Tensor, *, gated: bool) -> bool:
-    wide = gated or weight.shape[0] >= 64 * _WIDE_TILES
+    wide = gated or weight.shape[0] >= clusters.WIDE
     limit = _MAX_TOKENS_WIDE if wide else _MAX_TOKENS_NARROW
     return 0 < x.shape[0] <= limit and x.dtype in (torch.bfloat16, torch.float16) and weight.is_contiguous()
 
 
 def _clusters(x: Tensor, weight: Tensor, *, gated: bool) -> clusters.Tiling | None:
-    tokens, (rows, inputs) = x.shape[0], weight.shape
-    most = _MAX_TOKENS_OF_FEW_OUTPUTS if rows <= _FEW_OUTPUTS else _MAX_TOKENS_PLAIN
-    most = _MAX_TOKENS_GATED if gated else most
-    if not 0 < tokens <= most or rows * inputs < _LEAST_WEIGHTS or (not gated and rows >= 64 * _WIDE_TILES):
-        return None
     if not clusters.able(x.device) or not clusters.fits(x, weight, gated=gated):
         return None
-    return clusters.choose(rows, inputs, tokens, clusters.room_of(x.device), gated=gated)
+    return choose_clusters(x.shape[0], *weight.shape, clusters.room_of(x.device), gated=gated)
+
+
+def choose_clusters(tokens: int, rows: int, inputs: int, room: clusters.Room, *, gated: bool) -> clusters.Tiling | None:
+    """Return by which clusters to multiply; None where streaming or cuBLAS is as fast, or nothing was timed."""
+    wide = not gated and rows >= clusters.WIDE
+    if gated:
+        least, most = 1, _MAX_TOKENS_GATED
+    elif wide:
+        least, most = _MAX_TOKENS_WIDE + 1, _MAX_TOKENS_GATED
+    else:
+        least, most = 1, _MAX_TOKENS_OF_FEW_OUTPUTS if rows <= _FEW_OUTPUTS else _MAX_TOKENS_PLAIN
+    if not least <= tokens <= most or rows * inputs < _LEAST_WEIGHTS or (wide and rows > _WIDEST):
+        return None
+    tiling = clusters.choose(rows, inputs, tokens, room, gated=gated)
+    # Where they gain little over cuBLAS, a last turn of few tiles costs more.
+    close = wide or (not gated and rows > _FEW_OUTPUTS and tokens > _MAX_TOKENS_ANYWAY)
+    return None if close and clusters.share_of_turns(tiling, rows, tokens, room) < _ENOUGH_WORK else tiling
 
 
 def choose_tiling(columns: int, inputs: int, tokens: int, *, gated: bool) -> Tiling:

@@ -5,12 +5,39 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.overlap import overlap_options, wait_for_inputs
+from kernels.gpu.overlap import overlap_options, release_and_wait, wait_for_inputs
 from kernels.lora import Assignment, Factors
+from kernels.lora import assign as reference
 
 _BLOCK_N = 128
 _MOST_R = 64
 """Wider adapters pass in parts."""
+_MOST_ROWS = 1024
+"""Rows up to which each one counts those that stand before it."""
+
+
+def assign(adapter: Tensor, scale: Tensor, ranks: Tensor, each: int = 1) -> Assignment:
+    rows = adapter.shape[0]
+    if not 0 < rows <= _MOST_ROWS:
+        return reference(adapter, scale, ranks, each)
+    order, adapters, rank = torch.empty((3, rows * each), dtype=torch.int32, device=adapter.device).unbind()
+    scales = torch.empty(rows * each, dtype=torch.float32, device=adapter.device)
+    _assign[(rows,)](
+        adapter.contiguous(),
+        scale.contiguous(),
+        ranks,
+        order,
+        adapters,
+        rank,
+        scales,
+        rows,
+        each,
+        BLOCK=max(16, triton.next_power_of_2(rows)),
+        BLOCK_E=triton.next_power_of_2(each),
+        num_warps=1,
+        **overlap_options(adapter.device),
+    )
+    return Assignment(order, adapters, rank, scales)
 
 
 def lora(y: Tensor, low: Tensor, factors: Factors, assignment: Assignment) -> Tensor:
@@ -70,10 +97,67 @@ def _launch(y: Tensor, low: Tensor, factors: Factors, assignment: Assignment, ou
     )
 
 
+@triton.jit(do_not_specialize=["rows", "each"])
+def _assign(
+    adapter_ptr,
+    scale_ptr,
+    ranks_ptr,
+    order_ptr,
+    adapters_ptr,
+    rank_ptr,
+    scales_ptr,
+    rows,
+    each,
+    BLOCK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    row = tl.program_id(0)
+    other = tl.arange(0, BLOCK)
+    within = tl.arange(0, BLOCK_E)
+    wait_for_inputs(OVERLAP)
+    mine = tl.load(adapter_ptr + row).to(tl.int32)
+    theirs = tl.load(adapter_ptr + other, mask=other < rows, other=1 << 30).to(tl.int32)
+    first = (theirs < mine) | ((theirs == mine) & (other < row))
+    place = tl.sum(first.to(tl.int32), 0) * each + within
+    rank = tl.load(ranks_ptr + tl.maximum(mine, 0), mask=mine >= 0, other=0).to(tl.int32)
+    held = within < each
+    tl.store(order_ptr + place, row * each + within, mask=held)
+    tl.store(adapters_ptr + place, tl.zeros_like(within) + mine, mask=held)
+    tl.store(rank_ptr + place, tl.zeros_like(within) + rank, mask=held)
+    tl.store(scales_ptr + place, tl.zeros_like(within).to(tl.float32) + tl.load(scale_ptr + row), mask=held)
+
+
+@triton.jit
+def _read_b(
+    b_ptr,
+    number,
+    n,
+    inside,
+    first,
+    most,
+    outputs,
+    BLOCK_R: tl.constexpr,
+):
+    """Return b^T [ranks, n] of an adapter, from the rank `first` on."""
+    r = first + tl.arange(0, BLOCK_R)
+    place = b_ptr + (number * outputs + n[None, :]).to(tl.int64) * most + r[:, None]
+    return tl.load(place, mask=(r < most)[:, None] & inside[None, :], other=0.0)
+
+
+@triton.jit
+def _read_low(low_ptr, token, adapter, rank, piece, first, low_stride, most, columns, BLOCK_R: tl.constexpr):
+    r = first + tl.arange(0, BLOCK_R)
+    row = low_ptr + token[:, None] * low_stride + adapter[:, None] * columns + piece * most
+    return tl.load(row + r[None, :], mask=(rank > 0)[:, None] & (r < most)[None, :], other=0.0)
+
+
 @triton.jit
 def _added(
     low_ptr,
     b_ptr,
+    known,
+    lowest,
     token,
     adapter,
     rank,
@@ -84,22 +168,23 @@ def _added(
     most,
     columns,
     outputs,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Return low b^T [places, n] of one projection."""
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    row = low_ptr + token[:, None] * low_stride + adapter[:, None] * columns + piece * most
-    for first in range(0, tl.max(rank, 0), BLOCK_R):
-        r = first + tl.arange(0, BLOCK_R)
-        low = tl.load(row + r[None, :], mask=(rank > 0)[:, None] & (r < most)[None, :], other=0.0)
-        for number in range(tl.min(tl.where(rank > 0, adapter, 1 << 30), 0), tl.max(adapter, 0) + 1):
+    """Return low b^T [places, n] of one projection.
+
+    `known` is what `_read_b` has of the lowest adapter's first ranks.
+    """
+    low = _read_low(low_ptr, token, adapter, rank, piece, 0, low_stride, most, columns, BLOCK_R)
+    low = tl.where((adapter == lowest)[:, None], low, 0.0)
+    acc = tl.dot(low.to(known.dtype), known, input_precision=PRECISION)
+    last = tl.max(adapter, 0)
+    for first in range(tl.where(last > lowest, 0, BLOCK_R), tl.max(rank, 0), BLOCK_R):
+        low = _read_low(low_ptr, token, adapter, rank, piece, first, low_stride, most, columns, BLOCK_R)
+        for number in range(tl.where(first > 0, lowest, lowest + 1), last + 1):
             mine = adapter == number
             if tl.max(mine.to(tl.int32), 0) > 0:
-                b_place = b_ptr + (number * outputs + n[None, :]).to(tl.int64) * most + r[:, None]
-                b = tl.load(b_place, mask=(r < most)[:, None] & inside[None, :], other=0.0)
+                b = _read_b(b_ptr, number, n, inside, first, most, outputs, BLOCK_R)
                 acc = tl.dot(tl.where(mine[:, None], low, 0.0).to(b.dtype), b, acc, input_precision=PRECISION)
     return acc
 
@@ -132,7 +217,8 @@ def _expand(
 ):
     place = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    wait_for_inputs(OVERLAP)
+    # The product in front of this kernel, or whatever wrote y, has waited for all that came before it, and so for
+    # the assignment and the factors: they need not wait for y.
     held = place < tokens
     token = tl.load(order_ptr + place, mask=held, other=0).to(tl.int64)
     adapter = tl.load(adapter_ptr + place, mask=held, other=-1)
@@ -140,6 +226,18 @@ def _expand(
     scale = tl.load(scale_ptr + place, mask=held, other=0.0)
     inside = n < width
     mask = held[:, None] & inside[None, :]
+    # Tokens of one adapter stand together: a tile has one, as a rule. Without any, zeros are added.
+    last = tl.max(adapter, 0)
+    lowest = tl.minimum(tl.min(tl.where(rank > 0, adapter, 1 << 30), 0), tl.maximum(last, 0))
+    adapts = n < tl.where(last >= 0, width, 0)
+    if GATED:
+        known = _read_b(b_ptr, lowest, n, adapts, 0, most, outputs, BLOCK_R)
+        known_up = _read_b(b_ptr, lowest, n + width, adapts, 0, most, outputs, BLOCK_R)
+    else:
+        piece_of = (n >= end_0).to(tl.int32) + (n >= end_1).to(tl.int32)
+        piece = tl.min(piece_of, 0)
+        known = _read_b(b_ptr, lowest, n, adapts & (piece_of == piece), 0, most, outputs, BLOCK_R)
+    release_and_wait(OVERLAP)
     y_place = y_ptr + token[:, None] * y_stride + n[None, :]
     value = tl.load(y_place, mask=mask, other=0.0).to(tl.float32)
     if GATED:
@@ -147,59 +245,60 @@ def _expand(
         value += scale[:, None] * _added(
             low_ptr,
             b_ptr,
+            known,
+            lowest,
             token,
             adapter,
             rank,
             n,
-            inside,
+            adapts,
             0,
             low_stride,
             most,
             columns,
             outputs,
-            BLOCK_M,
-            BLOCK_N,
             BLOCK_R,
             PRECISION,
         )
         up += scale[:, None] * _added(
             low_ptr,
             b_ptr,
+            known_up,
+            lowest,
             token,
             adapter,
             rank,
             n + width,
-            inside,
+            adapts,
             1,
             low_stride,
             most,
             columns,
             outputs,
-            BLOCK_M,
-            BLOCK_N,
             BLOCK_R,
             PRECISION,
         )
         value = value * tl.sigmoid(value) * up
     else:
-        piece_of = (n >= end_0).to(tl.int32) + (n >= end_1).to(tl.int32)
         # A tile lies in one projection, as a rule.
-        for piece in range(tl.min(piece_of, 0), tl.max(tl.where(inside, piece_of, 0), 0) + 1):
+        for other in range(piece, tl.max(tl.where(inside, piece_of, 0), 0) + 1):
+            if other > piece:
+                known = _read_b(b_ptr, lowest, n, adapts & (piece_of == other), 0, most, outputs, BLOCK_R)
             value += scale[:, None] * _added(
                 low_ptr,
                 b_ptr,
+                known,
+                lowest,
                 token,
                 adapter,
                 rank,
                 n,
-                inside & (piece_of == piece),
-                piece,
+                adapts & (piece_of == other),
+                other,
                 low_stride,
                 most,
                 columns,
                 outputs,
-                BLOCK_M,
-                BLOCK_N,
                 BLOCK_R,
                 PRECISION,
             )

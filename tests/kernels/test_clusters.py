@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 import kernels.gpu.linear
 from kernels.gpu import clusters, driver
 from kernels.gpu.clusters import Room, Tiling, choose, expected_us
+from kernels.gpu.linear import choose_clusters
 from kernels.linear import gated_linear, linear
 
 HOPPER = ON_GPU and clusters.able(DEVICE)
@@ -77,6 +78,38 @@ def test_clusters_of_four_are_chosen_as_many_as_run_at_once():
     tiling = choose(4096, 12288, 256, H100, gated=False)
     assert tiling.cluster == 4 and tiling.grid(4096, 256).blocks <= 4 * 30
     assert choose(4096, 12288, 256, Room(132, 66, 0), gated=False).cluster < 4
+
+
+@given(rows=st.integers(1, 2600).map(lambda sixteens: 16 * sixteens), tokens=st.integers(1, 4096))
+def test_wide_products_without_a_gate_take_clusters_only_where_tiles_fill_their_turns(rows, tokens):
+    tiling = choose_clusters(tokens, rows, 4096, H100, gated=False)
+    if tiling is not None and rows >= clusters.WIDE:
+        blocks, at_once = tiling.grid(rows, tokens).blocks, H100.blocks(tiling.cluster)
+        idle = -blocks % at_once
+        assert tokens > 64 and idle <= 0.1 * (blocks + idle)
+
+
+def test_numbers_of_tokens_between_those_of_tiles_have_tilings_of_their_own():
+    """Resting steps of 320 tokens took 10.0 ms where 384 took 8.7: each tile of 192 was a third empty."""
+    for rows, inputs in ((4096, 4096), (4096, 12288)):
+        for tokens in (144, 160, 288, 320):
+            tiling = choose_clusters(tokens, rows, inputs, H100, gated=False)
+            assert tiling is not None
+            assert 0 <= tiling.token_clusters(tokens) * tiling.tokens_in_cluster * tiling.tokens - tokens <= 16
+
+
+def test_outputs_that_leave_much_of_a_turn_idle_are_left_to_cublas_from_where_clusters_gain_little():
+    assert choose_clusters(320, 6144, 4096, H100, gated=False) is not None
+    assert choose_clusters(320, 6144 + 384, 4096, H100, gated=False) is None
+    assert choose_clusters(256, 6144 + 384, 4096, H100, gated=False) is not None
+
+
+def test_a_gate_that_adapters_stand_before_is_one_turn_of_tiles_and_heads_are_left_to_cublas():
+    for rows in (24576 + 2 * 8 * 16, 24576 + 2 * 8 * 32):
+        tiling = choose_clusters(128, rows, 4096, H100, gated=False)
+        assert tiling is not None and 128 <= tiling.grid(rows, 128).blocks <= 132
+    assert choose_clusters(128, 24576 + 2 * 8 * 64, 4096, H100, gated=False) is None
+    assert choose_clusters(128, 151936, 4096, H100, gated=False) is None
 
 
 @pytest.mark.parametrize(
@@ -158,7 +191,7 @@ def test_what_the_copy_engine_cannot_address_is_an_error():
 
 
 @on_hopper
-@pytest.mark.parametrize("tokens", [1, 31, 65, 128, 129, 288, 512, 1100, 2048])
+@pytest.mark.parametrize("tokens", [1, 31, 65, 128, 129, 144, 160, 288, 320, 340, 512, 1100, 2048])
 @pytest.mark.parametrize("rows, inputs", [(6144, 4096), (4096, 4096), (4096, 12288)])
 def test_linear_takes_clusters_where_they_are_faster_and_agrees(tokens, rows, inputs):
     x = normal(tokens, inputs, dtype=NARROW, seed=1)
@@ -168,6 +201,16 @@ def test_linear_takes_clusters_where_they_are_faster_and_agrees(tokens, rows, in
     assert relative_error(out, linear(x.float(), weight.float(), bias.float())) < TOLERANCE[NARROW]
     out = kernels.gpu.linear.gated_linear(x, weight)
     assert relative_error(out, gated_linear(x.float(), weight.float())) < TOLERANCE[NARROW]
+
+
+@on_hopper
+@pytest.mark.parametrize("tokens", [65, 128, 144, 256, 320, 512, 1024])
+def test_a_wide_product_without_a_gate_agrees(tokens):
+    x = normal(tokens, 4096, dtype=NARROW, seed=1)
+    weight = normal(24832, 4096, dtype=NARROW, seed=2, scale=1 / 64)
+    assert choose_clusters(tokens, *weight.shape, clusters.room_of(DEVICE), gated=False) is not None
+    out = kernels.gpu.linear.linear(x, weight)
+    assert relative_error(out, linear(x.float(), weight.float())) < TOLERANCE[NARROW]
 
 
 @on_hopper

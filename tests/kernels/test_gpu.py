@@ -497,6 +497,29 @@ def test_mixed_adapters_agree(dtype, tokens, ends, rank, each):
     assert relative_error(kernels.gpu.lora.lora(y, low, factors, assignment), wanted) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("rows, each", [(1, 1), (1, 4), (3, 5), (32, 4), (64, 32), (300, 1), (1024, 2), (1025, 1)])
+def test_tokens_are_assigned_as_the_reference_does(rows, each):
+    adapter = integers(-1, 5, (rows,), seed=rows)
+    scale = torch.linspace(0.5, 2, rows, device=DEVICE)
+    ranks = torch.tensor([8, 0, 16, 3, 1], dtype=torch.int32, device=DEVICE)
+    found, wanted = (each_of(adapter, scale, ranks, each) for each_of in (kernels.gpu.lora.assign, assign))
+    for name in ("order", "adapter", "rank", "scale"):
+        ours, theirs = getattr(found, name), getattr(wanted, name)
+        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs), name
+
+
+def test_an_adapter_without_ranks_adds_nothing_whatever_lies_in_its_place():
+    """One that is gone keeps its place until another one comes (`AdapterStack`)."""
+    y, low = normal(40, 48, dtype=NARROW, seed=1), normal(40, 16, dtype=NARROW, seed=2)
+    low[:, 8:] = float("nan")
+    factors = Factors(normal(2, 8, 64, dtype=NARROW, seed=3), normal(2, 48, 8, dtype=NARROW, seed=4), (48,))
+    adapter = integers(0, 2, (40,), seed=5)
+    ranks = torch.tensor([8, 0], device=DEVICE)
+    out = kernels.gpu.lora.lora(y, low, factors, assign(adapter, torch.ones(40, device=DEVICE), ranks))
+    assert torch.equal(out[adapter == 1], y[adapter == 1])
+    assert (out[adapter == 0] != y[adapter == 0]).any(-1).all()
+
+
 def test_tokens_without_an_adapter_keep_their_values_bit_by_bit():
     y, low = normal(40, 48, dtype=NARROW, seed=1), normal(40, 16, dtype=NARROW, seed=2)
     factors = Factors(normal(2, 8, 64, dtype=NARROW, seed=3), normal(2, 48, 8, dtype=NARROW, seed=4), (48,))

@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from kernels.lora import Factors, assign
+import kernels
+from kernels.lora import Factors
 from worker.adapters.stack import Residents, Uses, empty_factors, put_factors, spread
 from worker.adapters.weights import Adapter
 from worker.models.layers import Adapted, Linear, LowRank
@@ -78,7 +79,7 @@ class AdapterBank:
         placed = [each for each in found if each is not None]
         if len(placed) < len(rows):
             return None
-        return LowRank(self.stacks, (assign(*spread(placed, counts, self._device), self.ranks),))
+        return LowRank(self.stacks, (kernels.assign(*spread(placed, counts, self._device), self.ranks),))
 
     def _fill(self, content: Uses, wanted: dict[Uses, None]) -> None:
         adapters = [self._residents.get(digest) for digest, _ in content]

@@ -7,7 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kernels.lora import Factors, assign
+import kernels
+from kernels.lora import Factors
 from worker.adapters.weights import Adapter, ends_of, room_for
 from worker.models.layers import Adapted, Linear, LowRank
 
@@ -48,7 +49,7 @@ class AdapterStack:
         if not wanted <= self._places.keys():
             self._build(wanted)
         passes = [
-            assign(*spread([self._use(uses, number) for uses in rows], counts, self._device), self._ranks)
+            kernels.assign(*spread([self._use(uses, number) for uses in rows], counts, self._device), self._ranks)
             for number in range(max(map(len, rows)))
         ]
         return LowRank(self._stacks, tuple(passes))

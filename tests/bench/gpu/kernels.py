@@ -59,12 +59,12 @@ def uniform_plan(rows: int, query: int, context: int, page: int) -> AttentionPla
 def bench_linear(report: Report, pace: Pace) -> None:
     """SDAR-8B's products; copies of the weights so that none stays in the cache."""
     shapes = {"qkv": (6144, 4096, False), "out": (4096, 4096, False), "gate_up": (24576, 4096, True)}
-    shapes |= {"down": (4096, 12288, False), "head": (151936, 4096, False)}
+    shapes |= {"down": (4096, 12288, False), "head": (151936, 4096, False), "gate_up, adapters": (24832, 4096, False)}
     for name, (rows, inputs, gated) in shapes.items():
         copies = max(2, 300_000_000 // (2 * rows * inputs))
         weights = [_normal(rows, inputs) for _ in range(copies)]
         gigabytes = 2 * rows * inputs / 1e9
-        for tokens in (8, 32, 64, 128, 192, 256, 288, 384, 512, 1024):
+        for tokens in (8, 32, 64, 128, 160, 192, 256, 288, 320, 384, 512, 1024):
             x = _normal(tokens, inputs)
             ms = pace([partial(_plain, x, w, gated) for w in weights])
             report("linear", name, tokens, "cublas", ms, gigabytes / ms)
