@@ -16,6 +16,7 @@ from kernels.lora import assign as _assign
 from kernels.lora import lora as _lora
 from kernels.lora import lora_swiglu as _lora_swiglu
 from kernels.moe import experts as _experts
+from kernels.moe import mix as _mix
 from kernels.moe import route as _route
 from kernels.moe import router_logits as _router_logits
 from kernels.rms_norm import rms_norm as _rms_norm
@@ -40,6 +41,7 @@ linear = Op(_linear, twin("linear", "linear"))
 lora = Op(_lora, twin("lora", "lora"))
 lora_swiglu = Op(_lora_swiglu, twin("lora", "lora_swiglu"))
 merge_shares = Op(_merge_shares, twin("token_share", "merge_shares"))
+mix = Op(_mix, twin("moe", "mix"))
 rms_norm = Op(_rms_norm, twin("rms_norm", "rms_norm"))
 rms_norm_fp8 = Op(_rms_norm_fp8, twin("fp8", "rms_norm_fp8"))
 rope = Op(_rope, twin("rope", "rope"))
@@ -66,6 +68,7 @@ OPS = {
     "lora": lora,
     "lora_swiglu": lora_swiglu,
     "merge_shares": merge_shares,
+    "mix": mix,
     "rms_norm": rms_norm,
     "rms_norm_fp8": rms_norm_fp8,
     "rope": rope,

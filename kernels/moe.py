@@ -87,11 +87,12 @@ def _highest(values: Tensor, count: int) -> Tensor:
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
-def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *, shared: bool = False) -> Tensor:
     """Return for each token the weighted sum of its experts' outputs, [tokens, hidden].
 
     x [tokens, hidden]; ids and weights from `route`; gate_up [experts, 2 * inner, hidden], gate first; down
-    [experts, hidden, inner]. An id of -1 adds nothing. Sums are float32.
+    [experts, hidden, inner]. An id of -1 adds nothing. `shared`: the last expert is not among those that are chosen,
+    all tokens have it, with weight 1. Sums are float32.
     """
     total = x.new_zeros(x.shape, dtype=torch.float32)
     for expert in ids.unique().tolist():
@@ -100,4 +101,30 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tens
         tokens, slots = (ids == expert).nonzero(as_tuple=True)
         out = swiglu(x[tokens] @ gate_up[expert].T) @ down[expert].T
         total.index_add_(0, tokens, out.float() * weights[tokens, slots, None])
+    if shared:
+        total += (swiglu(x @ gate_up[-1].T) @ down[-1].T).float()
     return total.to(x.dtype)
+
+
+def mix(
+    x: Tensor,
+    logits: Tensor,
+    router: Router,
+    gate_up: Tensor,
+    down: Tensor,
+    bias: Tensor | None = None,
+    *,
+    first: int = 0,
+    shared: bool = False,
+) -> Tensor:
+    """Return what `experts` makes of x [tokens, hidden] with what `route` chooses by logits [tokens, experts].
+
+    gate_up and down hold the experts from number `first` on, and the shared one behind them; those that lie elsewhere
+    add nothing. The router has no capacity.
+    """
+    ids, weights = route(logits, router, bias)
+    here = len(down) - shared
+    if here < logits.shape[1]:
+        ids = ids - first
+        ids = ids.masked_fill((ids < 0) | (ids >= here), -1)
+    return experts(x, ids, weights, gate_up, down, shared=shared)

@@ -20,25 +20,39 @@ from kernels.moe import router_logits as plain_logits
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    if x.dtype == torch.float32 or x.shape[0] < _MANY_TOKENS:
+    if x.dtype == torch.float32:
         return plain_logits(x, weight)
     return multiply_exactly(x, weight)
 
 
 def multiply_exactly(x: Tensor, weight: Tensor) -> Tensor:
-    """Return `router_logits` of narrow x from the matrix units: a float32 is the sum of three narrow numbers."""
+    """Return `router_logits` of narrow x from the matrix units: a float32 is the sum of three narrow numbers.
+
+    The units add up with less care than a float32 sum does, so each short stretch of the inputs gets a sum of its own.
+    """
     tokens, inputs = x.shape
     experts = weight.shape[0]
     if weight.shape[1] != inputs:
         raise ValueError(f"x {list(x.shape)} does not go with weight {list(weight.shape)}")
     x, weight = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, weight))
     out = torch.empty((tokens, experts), dtype=torch.float32, device=x.device)
-    if tokens:
-        grid = (triton.cdiv(experts, 64), triton.cdiv(tokens, 64))
-        _multiply_exactly[grid](
-            x, weight, out, tokens, experts, inputs, x.stride(0), weight.stride(0),
-            BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=4, **overlap_options(x.device),
-        )  # fmt: skip
+    if not tokens:
+        return out
+    block_m = 32 if tokens <= 64 else 64 if tokens <= 1024 else 128
+    tiles = triton.cdiv(tokens, block_m) * triton.cdiv(experts, 64)
+    # Some two programs for each multiprocessor, each with a stretch of the inputs.
+    splits = max(1, min(256 // tiles, inputs // 128))
+    share = triton.cdiv(triton.cdiv(inputs, splits), 64) * 64
+    splits = triton.cdiv(inputs, share)
+    parts, arrivals = out, out
+    if splits > 1:
+        parts = torch.empty((splits, tokens, experts), dtype=torch.float32, device=x.device)
+        arrivals = _zeros(x.device, 256)
+    _multiply_exactly[(triton.cdiv(experts, 64), triton.cdiv(tokens, block_m), splits)](
+        x, weight, out, parts, arrivals, tokens, experts, inputs, x.stride(0), weight.stride(0), share,
+        SPLITS=splits, BLOCK_M=block_m, BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=3 if block_m > 64 else 4,
+        **overlap_options(x.device),
+    )  # fmt: skip
     return out
 
 
@@ -47,11 +61,15 @@ def _multiply_exactly(
     x_ptr,
     weight_ptr,
     out_ptr,
+    parts_ptr,
+    arrivals_ptr,
     tokens,
     columns,
     inputs,
     x_stride,
     weight_stride,
+    share,
+    SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -60,12 +78,14 @@ def _multiply_exactly(
     # The weights are the left operand: that one may come from registers, where they are cut into three.
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    split = tl.program_id(2)
+    begin = split * share
+    stop = tl.minimum(begin + share, inputs)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    rest = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     wait_for_inputs(OVERLAP)
-    for start in range(0, inputs, BLOCK_K):
+    for start in range(begin, stop, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        inside = k < inputs
+        inside = k < stop
         x_place = x_ptr + m.to(tl.int64)[None, :] * x_stride + k[:, None]
         x = tl.load(x_place, mask=(m < tokens)[None, :] & inside[:, None], other=0.0)
         w_place = weight_ptr + n[:, None] * weight_stride + k[None, :]
@@ -74,60 +94,110 @@ def _multiply_exactly(
         left = w - high.to(tl.float32)
         middle = left.to(x.dtype)
         low = (left - middle.to(tl.float32)).to(x.dtype)
-        acc = tl.dot(high, x, acc)
-        rest = tl.dot(middle, x, rest)
-        rest = tl.dot(low, x, rest)
-    place = out_ptr + m.to(tl.int64)[:, None] * columns + n[None, :]
-    tl.store(place, tl.trans(acc + rest), mask=(m < tokens)[:, None] & (n < columns)[None, :])
+        part = tl.dot(low, x)
+        part = tl.dot(middle, x, part)
+        acc += tl.dot(high, x, part)
+    place = m.to(tl.int64)[:, None] * columns + n[None, :]
+    known = (m < tokens)[:, None] & (n < columns)[None, :]
+    acc = tl.trans(acc)
+    if SPLITS > 1:
+        plane = tokens.to(tl.int64) * columns
+        tl.store(parts_ptr + split * plane + place, acc, mask=known)
+        # Every thread's part is written before the count says so. Whoever is last adds them, in their order.
+        tl.debug_barrier()
+        arrived = arrivals_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        if tl.atomic_add(arrived, 1, sem="acq_rel") < SPLITS - 1:
+            return
+        tl.store(arrived, 0)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for number in range(SPLITS):
+            acc += tl.load(parts_ptr + number * plane + place, mask=known, other=0.0, cache_modifier=".cg")
+    tl.store(out_ptr + place, acc, mask=known)
+
+
+@functools.cache
+def _zeros(device: torch.device, count: int) -> Tensor:
+    """Return zeros that every kernel leaves as zeros; kernels of one stream never run at the same time."""
+    return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 def route(
     logits: Tensor, router: Router, bias: Tensor | None = None, blocks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     tokens, experts = logits.shape
-    if experts % router.groups:
-        raise ValueError(f"{router.groups} groups do not divide {experts} experts")
     if router.capacity and blocks is None:
         raise ValueError("a router with a capacity needs the blocks of its tokens")
     logits = logits if logits.is_contiguous() else logits.contiguous()
-    device = logits.device
-    ids = torch.empty((tokens, router.top_k), dtype=torch.int64, device=device)
-    weights = torch.empty((tokens, router.top_k), dtype=torch.float32, device=device)
+    ids = torch.empty((tokens, router.top_k), dtype=torch.int64, device=logits.device)
+    weights = torch.empty((tokens, router.top_k), dtype=torch.float32, device=logits.device)
     if not tokens:
         return ids, weights
-    per_group = experts // router.groups
     votes = None
-    shape = {
+    if router.capacity:
+        votes = torch.full((tokens, experts), float("-inf"), dtype=torch.float32, device=logits.device)
+        _vote[(tokens,)](logits, logits if bias is None else bias, blocks, votes, **_rule(logits, router, bias))
+    _choose(logits, router, bias, blocks, votes, ids, weights, None)
+    return ids, weights
+
+
+def _rule(logits: Tensor, router: Router, bias: Tensor | None) -> dict[str, object]:
+    """Return the launch options of a router's kernels."""
+    experts = logits.shape[1]
+    if experts % router.groups:
+        raise ValueError(f"{router.groups} groups do not divide {experts} experts")
+    return {
         "EXPERTS": experts,
         "GROUPS": router.groups,
-        "PER_GROUP": per_group,
+        "PER_GROUP": experts // router.groups,
         "BLOCK_G": triton.next_power_of_2(router.groups),
-        "BLOCK_P": triton.next_power_of_2(per_group),
+        "BLOCK_P": triton.next_power_of_2(experts // router.groups),
         "SIGMOID": router.scoring == "sigmoid",
         "BIASED": bias is not None,
         "num_warps": 1,
-        **overlap_options(device),
+        **overlap_options(logits.device),
     }
-    if router.capacity:
-        votes = torch.full((tokens, experts), float("-inf"), dtype=torch.float32, device=device)
-        _vote[(tokens,)](logits, logits if bias is None else bias, blocks, votes, **shape)
-    _route[(tokens,)](
+
+
+def _choose(
+    logits: Tensor,
+    router: Router,
+    bias: Tensor | None,
+    blocks: Tensor | None,
+    votes: Tensor | None,
+    ids: Tensor,
+    weights: Tensor,
+    lists: "_Lists | None",
+) -> None:
+    """Write ids and weights; with lists, also the pairs of each expert, and -1 for what is not among them."""
+    none = ids
+    _route[(len(ids),)](
         logits,
         logits if bias is None else bias,
         logits if blocks is None else blocks,
         logits if votes is None else votes,
         ids,
         weights,
+        none if lists is None else lists.members,
+        none if lists is None else lists.table,
+        none if lists is None else lists.progress,
+        none if lists is None else lists.counts,
         router.scale,
+        0 if lists is None else lists.first,
+        0 if lists is None else lists.count,
+        0 if lists is None else lists.tiles,
         KEPT_GROUPS=router.kept_groups,
         TOP_K=router.top_k,
-        BLOCK_K=triton.next_power_of_2(router.top_k),
+        # As many as a warp has threads: then each counts for itself.
+        BLOCK_K=max(32, triton.next_power_of_2(router.top_k)),
         NORMALISE=router.normalise,
         CAPACITY=router.capacity,
         PADDED=blocks is not None,
-        **shape,
+        LISTS=lists is not None,
+        SHARED=lists is not None and lists.shared,
+        BLOCK_M=1 if lists is None else lists.block_m,
+        BLOCK_E=1 if lists is None else triton.next_power_of_2(lists.count),
+        **_rule(logits, router, bias),
     )
-    return ids, weights
 
 
 @triton.jit
@@ -186,7 +256,7 @@ def _vote(
     tl.atomic_max(votes_ptr + block * EXPERTS + expert, choice, mask=real, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "count", "tiles"])
 def _route(
     logits_ptr,
     bias_ptr,
@@ -194,7 +264,14 @@ def _route(
     votes_ptr,
     ids_ptr,
     weights_ptr,
+    members_ptr,
+    table_ptr,
+    progress_ptr,
+    counts_ptr,
     scale,
+    first,
+    count,
+    tiles,
     EXPERTS: tl.constexpr,
     GROUPS: tl.constexpr,
     PER_GROUP: tl.constexpr,
@@ -208,6 +285,10 @@ def _route(
     NORMALISE: tl.constexpr,
     CAPACITY: tl.constexpr,
     PADDED: tl.constexpr,
+    LISTS: tl.constexpr,
+    SHARED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_E: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -217,8 +298,8 @@ def _route(
     )
     if GROUPS > 1:
         best = tl.max(choice, 1)
-        first = tl.min(tl.where(choice == best[:, None], expert, EXPERTS), 1)
-        second = tl.max(tl.where(expert == first[:, None], float("-inf"), choice), 1)
+        leader = tl.min(tl.where(choice == best[:, None], expert, EXPERTS), 1)
+        second = tl.max(tl.where(expert == leader[:, None], float("-inf"), choice), 1)
         number = tl.arange(0, BLOCK_G)
         worth = tl.where(number < GROUPS, best + second, float("-inf"))
         kept = number < 0
@@ -267,47 +348,126 @@ def _route(
     if PADDED:
         ids = tl.where(block < 0, -1, ids)
         weights = tl.where(block < 0, 0.0, weights)
-    tl.store(ids_ptr + token * TOP_K + k, ids.to(tl.int64), mask=k < TOP_K)
+    if LISTS:
+        ids = tl.where((ids >= first) & (ids < first + count), ids - first, -1)
+    tl.store(ids_ptr + token * TOP_K + k, ids.to(ids_ptr.dtype.element_ty), mask=k < TOP_K)
     tl.store(weights_ptr + token * TOP_K + k, weights, mask=k < TOP_K)
+    if LISTS:
+        _enlist(ids, k, members_ptr, table_ptr, progress_ptr, counts_ptr, count, tiles, TOP_K, SHARED, BLOCK_M, BLOCK_E)
 
 
-def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    tokens, hidden = x.shape
-    count, double, width = gate_up.shape
-    inner = double // 2
-    top_k = ids.shape[1]
-    if width != hidden or down.shape != (count, hidden, inner) or ids.shape != weights.shape:
-        raise ValueError(f"x {list(x.shape)} does not go with experts {list(gate_up.shape)} and {list(down.shape)}")
-    x, ids, weights, gate_up, down = (
-        t if t.is_contiguous() else t.contiguous() for t in (x, ids, weights, gate_up, down)
-    )
-    out = torch.empty_like(x)
+def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *, shared: bool = False) -> Tensor:
+    tokens, top_k = ids.shape
+    if ids.shape != weights.shape:
+        raise ValueError(f"ids {list(ids.shape)} do not go with weights {list(weights.shape)}")
     if not tokens:
-        return out
-    device, options = x.device, overlap_options(x.device)
-    pairs = tokens * top_k
-    at_once = _runs_at_once(x, pairs, count, hidden, inner)
-    block_m = _TOGETHER.tokens if at_once else _tile_rows(pairs, count, x.dtype)
-    tiles = min(pairs, count + pairs // block_m)
-    members = torch.empty((count, tokens), dtype=torch.int32, device=device)
-    counts = torch.empty(count, dtype=torch.int32, device=device)
-    table = torch.empty((3, tiles), dtype=torch.int32, device=device)
-    progress = torch.empty(tiles + 1, dtype=torch.int32, device=device)
-    many = pairs > 1024
-    _collect[(count,)](
-        ids, members, counts, table, progress, _arrivals(device), pairs, tokens, tiles,
-        BLOCK_M=block_m, BLOCK=4096 if many else 1024, BLOCK_E=triton.next_power_of_2(count),
-        num_warps=8 if many else 4, **options,
+        return torch.empty_like(x)
+    ids, weights = (t if t.is_contiguous() else t.contiguous() for t in (ids, weights))
+    lists = _make_lists(x, top_k, gate_up, down, shared=shared)
+    _collect[(tokens,)](
+        ids, lists.members, lists.table, lists.progress, lists.counts, lists.count, lists.tiles,
+        TOP_K=top_k, BLOCK_K=max(32, triton.next_power_of_2(top_k)), SHARED=shared, BLOCK_M=lists.block_m,
+        BLOCK_E=triton.next_power_of_2(lists.count), num_warps=1, **overlap_options(x.device),
     )  # fmt: skip
-    warm = torch.empty((pairs, inner), dtype=x.dtype, device=device)
-    parts = torch.empty((pairs, hidden), dtype=x.dtype, device=device)
-    if at_once:
+    return _mix(x, ids, weights, gate_up, down, lists)
+
+
+def mix(
+    x: Tensor,
+    logits: Tensor,
+    router: Router,
+    gate_up: Tensor,
+    down: Tensor,
+    bias: Tensor | None = None,
+    *,
+    first: int = 0,
+    shared: bool = False,
+) -> Tensor:
+    tokens = len(logits)
+    if router.capacity:
+        raise ValueError("a router with a capacity needs the blocks of its tokens")
+    if not tokens:
+        return torch.empty_like(x)
+    logits = logits if logits.is_contiguous() else logits.contiguous()
+    ids = torch.empty((tokens, router.top_k), dtype=torch.int32, device=x.device)
+    weights = torch.empty((tokens, router.top_k), dtype=torch.float32, device=x.device)
+    lists = _make_lists(x, router.top_k, gate_up, down, shared=shared, first=first)
+    _choose(logits, router, bias, None, None, ids, weights, lists)
+    return _mix(x, ids, weights, gate_up, down, lists)
+
+
+@dataclass(frozen=True, slots=True)
+class _Lists:
+    """The pairs (token, choice) of each expert, in no order, and the tiles that they are cut into.
+
+    A pair's number is token * top_k + choice; those of a shared expert come behind all these, one for each token.
+    """
+
+    first: int
+    """Number of the first expert that lies here."""
+    count: int
+    """How many do, without a shared one."""
+    shared: bool
+    rows: int
+    """Pairs, those of a shared expert included."""
+    block_m: int
+    """Pairs in a tile."""
+    tiles: int
+    """The most that there can be."""
+    members: Tensor
+    """[experts, tokens] int32: each one's pairs."""
+    table: Tensor
+    """[3, tiles] int32: a tile's expert, how many pairs it has, and where in `members` they begin; tiles that do not
+    exist belong to expert -1."""
+    progress: Tensor
+    """[1 + tiles] int32 zeros: programs that have begun, and those that have finished a tile's first product."""
+    counts: Tensor
+    """[1 + experts] int32 zeros, which are zeros again when the lists are made."""
+    together: bool
+    """Both products go in one launch."""
+
+
+def _make_lists(x: Tensor, top_k: int, gate_up: Tensor, down: Tensor, *, shared: bool, first: int = 0) -> _Lists:
+    """Return room for the lists of some tokens. Raises `ValueError` for shapes that do not go together."""
+    tokens, hidden = x.shape
+    stacked, double, width = gate_up.shape
+    inner = double // 2
+    if width != hidden or down.shape != (stacked, hidden, inner):
+        raise ValueError(f"x {list(x.shape)} does not go with experts {list(gate_up.shape)} and {list(down.shape)}")
+    count, pairs = stacked - shared, tokens * top_k
+    together = _runs_at_once(x, pairs, count, hidden, inner)
+    block_m = _TOGETHER.tokens if together else _tile_rows(pairs, count, x.dtype)
+    tiles = min(pairs, count + pairs // block_m) + (triton.cdiv(tokens, block_m) if shared else 0)
+    return _Lists(
+        first=first,
+        count=count,
+        shared=shared,
+        rows=pairs + tokens * shared,
+        block_m=block_m,
+        tiles=tiles,
+        members=torch.empty((stacked, tokens), dtype=torch.int32, device=x.device),
+        table=torch.empty((3, tiles), dtype=torch.int32, device=x.device),
+        progress=torch.empty(1 + tiles, dtype=torch.int32, device=x.device),
+        counts=_zeros(x.device, 1 + count),
+        together=together,
+    )
+
+
+def _mix(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, lists: _Lists) -> Tensor:
+    """Multiply by the experts' weights, and add up what each token gets."""
+    tokens, hidden = x.shape
+    inner, top_k = down.shape[2], ids.shape[1]
+    x, gate_up, down = (t if t.is_contiguous() else t.contiguous() for t in (x, gate_up, down))
+    options, pairs, tiles = overlap_options(x.device), tokens * top_k, lists.tiles
+    warm = torch.empty((lists.rows, inner), dtype=x.dtype, device=x.device)
+    parts = torch.empty((lists.rows, hidden), dtype=x.dtype, device=x.device)
+    if lists.together:
         tile = _TOGETHER
         _multiply[(tiles * (inner // tile.gate + hidden // tile.down),)](
             x,
             TensorDescriptor.from_tensor(gate_up.view(-1, hidden), [tile.gate, tile.inputs]),
             TensorDescriptor.from_tensor(down.view(-1, inner), [tile.down, tile.inputs]),
-            members, table, progress, weights, warm, parts, tiles,
+            lists.members, lists.table, lists.progress, weights, warm, parts, pairs, tiles,
             HIDDEN=hidden, INNER=inner, TOP_K=top_k,
             BLOCK_M=tile.tokens, BLOCK_N=tile.gate, BLOCK_D=tile.down, BLOCK_K=tile.inputs,
             num_warps=tile.warps, num_stages=tile.stages, **options,
@@ -315,22 +475,24 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tens
     else:
         shape = {
             "TOP_K": top_k,
-            "BLOCK_M": block_m,
+            "BLOCK_M": lists.block_m,
             "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
             **options,
         }
-        block_n, block_k, warps, stages = _tile_columns(block_m, x.element_size())
+        block_n, block_k, warps, stages = _tile_columns(lists.block_m, x.element_size())
         _project[(triton.cdiv(inner, block_n), tiles)](
-            x, gate_up, members, table, weights, warm, tiles, hidden, inner,
+            x, gate_up, lists.members, lists.table, weights, warm, pairs, tiles, hidden, inner,
             GATED=True, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps, num_stages=stages, **shape,
         )  # fmt: skip
         _project[(triton.cdiv(hidden, 2 * block_n), tiles)](
-            warm, down, members, table, weights, parts, tiles, inner, hidden,
+            warm, down, lists.members, lists.table, weights, parts, pairs, tiles, inner, hidden,
             GATED=False, BLOCK_N=2 * block_n, BLOCK_K=block_k, num_warps=warps, num_stages=stages, **shape,
         )  # fmt: skip
+    out = torch.empty_like(x)
     _combine[(tokens, triton.cdiv(hidden, 1024))](
-        parts, ids, out, hidden, TOP_K=top_k, BLOCK_K=triton.next_power_of_2(top_k), BLOCK=1024, num_warps=4, **options
-    )
+        parts, ids, out, hidden, pairs,
+        TOP_K=top_k, BLOCK_K=triton.next_power_of_2(top_k), BLOCK=1024, SHARED=lists.shared, num_warps=4, **options,
+    )  # fmt: skip
     return out
 
 
@@ -352,8 +514,6 @@ class Tile:
 _TOGETHER = Tile(64, 64, 128, 64, 4, 3)
 _TOGETHER_FROM = 32
 """Tokens of an expert from which up both products in one launch are faster (docs/benchmarks)."""
-_MANY_TOKENS = 512
-"""Up to here PyTorch's float32 product of the router costs next to nothing."""
 
 
 def _runs_at_once(x: Tensor, pairs: int, count: int, hidden: int, inner: int) -> bool:
@@ -362,12 +522,6 @@ def _runs_at_once(x: Tensor, pairs: int, count: int, hidden: int, inner: int) ->
     even = hidden % tile.down == 0 and hidden % tile.inputs == 0 and inner % tile.gate == 0 and inner % tile.inputs == 0
     able = x.device.type == "cpu" or overlap_options(x.device)["OVERLAP"]
     return even and able and x.element_size() == 2 and pairs >= _TOGETHER_FROM * count
-
-
-@functools.cache
-def _arrivals(device: torch.device) -> Tensor:
-    """Return a zero that every kernel leaves as zero; kernels of one stream never run at the same time."""
-    return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def _tile_rows(pairs: int, count: int, dtype: torch.dtype) -> int:
@@ -383,60 +537,88 @@ def _tile_columns(block_m: int, element_size: int) -> tuple[int, int, int, int]:
     return 64, 64, 4, 4 if block_m <= 32 else 3
 
 
-@triton.jit(do_not_specialize=["pairs", "tokens", "tiles"])
+@triton.jit(do_not_specialize=["count", "tiles"])
 def _collect(
     ids_ptr,
     members_ptr,
-    counts_ptr,
     table_ptr,
     progress_ptr,
-    arrivals_ptr,
-    pairs,
-    tokens,
+    counts_ptr,
+    count,
     tiles,
+    TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SHARED: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK: tl.constexpr,
     BLOCK_E: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """List the (token, choice) pairs of one expert, in order of tokens; the last program numbers the tiles of all.
-
-    Of each tile the table says its expert, how many pairs it has, and where in `members` they begin; tiles that do not
-    exist belong to expert -1.
-    """
-    expert = tl.program_id(0)
-    lane = tl.arange(0, BLOCK)
-    count = 0
+    """Make the lists of ids that are given."""
+    k = tl.arange(0, BLOCK_K)
     wait_for_inputs(OVERLAP)
-    for start in range(0, pairs, BLOCK):
-        pair = start + lane
-        mine = tl.load(ids_ptr + pair, mask=pair < pairs, other=-1) == expert
-        rank = tl.cumsum(mine.to(tl.int32), 0) - 1
-        tl.store(members_ptr + expert * tokens + count + rank, pair, mask=mine)
-        count += tl.sum(mine.to(tl.int32), 0)
-    tl.store(counts_ptr + expert, count)
-    # The count is written before its arrival says so.
+    ids = tl.load(ids_ptr + tl.program_id(0).to(tl.int64) * TOP_K + k, mask=k < TOP_K, other=-1).to(tl.int32)
+    _enlist(ids, k, members_ptr, table_ptr, progress_ptr, counts_ptr, count, tiles, TOP_K, SHARED, BLOCK_M, BLOCK_E)
+
+
+@triton.jit
+def _enlist(
+    ids,
+    k,
+    members_ptr,
+    table_ptr,
+    progress_ptr,
+    counts_ptr,
+    count,
+    tiles,
+    TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """Add the pairs of this program's token to the lists of its experts; the last program numbers the tiles of all.
+
+    In what order pairs stand in a list depends on who was first; what a pair gets does not depend on its place.
+    """
+    token = tl.program_id(0)
+    tokens = tl.num_programs(0)
+    pairs = tokens * TOP_K
+    mine = (k < TOP_K) & (ids >= 0)
+    place = tl.atomic_add(counts_ptr + 1 + ids, 1, mask=mine, sem="relaxed")
+    tl.store(members_ptr + ids * tokens + place, token * TOP_K + k, mask=mine)
+    if SHARED:
+        tl.store(members_ptr + count * tokens + token, pairs + token)
+    # What this program counted stands there before its arrival says so.
     tl.debug_barrier()
-    if tl.atomic_add(arrivals_ptr, 1, sem="acq_rel") < tl.num_programs(0) - 1:
-        return
-    tl.store(arrivals_ptr, 0)
-    each = tl.arange(0, BLOCK_E)
-    sizes = tl.load(counts_ptr + each, mask=each < tl.num_programs(0), other=0, cache_modifier=".cg")
-    needed = (sizes + BLOCK_M - 1) // BLOCK_M
-    before = tl.cumsum(needed, 0) - needed
-    for place in range(0, tiles + 1, BLOCK_E):
-        tl.store(progress_ptr + place + each, tl.zeros((BLOCK_E,), tl.int32), mask=place + each <= tiles)
-    for tile in range(tl.sum(needed, 0), tiles, BLOCK_E):
-        tl.store(table_ptr + tile + each, tl.full((BLOCK_E,), -1, tl.int32), mask=tile + each < tiles)
-    for number in range(tl.max(needed, 0)):
-        exists = number < needed
-        row = table_ptr + before + number
-        tl.store(row, each, mask=exists)
-        tl.store(row + tiles, tl.minimum(sizes - number * BLOCK_M, BLOCK_M), mask=exists)
-        tl.store(row + 2 * tiles, each * tokens + number * BLOCK_M, mask=exists)
+    if tl.atomic_add(counts_ptr, 1, sem="acq_rel") == tokens - 1:
+        each = tl.arange(0, BLOCK_E)
+        sizes = tl.load(counts_ptr + 1 + each, mask=each < count, other=0, cache_modifier=".cg")
+        tl.store(counts_ptr + 1 + each, tl.zeros((BLOCK_E,), tl.int32), mask=each < count)
+        tl.store(counts_ptr, 0)
+        # A shared expert's tiles come first: theirs is the longest work, and their weights are read once.
+        everyone = 0
+        if SHARED:
+            everyone = (tokens + BLOCK_M - 1) // BLOCK_M
+            for start in range(0, everyone, BLOCK_E):
+                tile = start + each
+                row = table_ptr + tile
+                tl.store(row, tl.zeros((BLOCK_E,), tl.int32) + count, mask=tile < everyone)
+                tl.store(row + tiles, tl.minimum(tokens - tile * BLOCK_M, BLOCK_M), mask=tile < everyone)
+                tl.store(row + 2 * tiles, count * tokens + tile * BLOCK_M, mask=tile < everyone)
+        needed = (sizes + BLOCK_M - 1) // BLOCK_M
+        before = everyone + tl.cumsum(needed, 0) - needed
+        for start in range(0, tiles + 1, BLOCK_E):
+            tl.store(progress_ptr + start + each, tl.zeros((BLOCK_E,), tl.int32), mask=start + each <= tiles)
+        for tile in range(everyone + tl.sum(needed, 0), tiles, BLOCK_E):
+            tl.store(table_ptr + tile + each, tl.full((BLOCK_E,), -1, tl.int32), mask=tile + each < tiles)
+        for number in range(tl.max(needed, 0)):
+            exists = number < needed
+            row = table_ptr + before + number
+            tl.store(row, each, mask=exists)
+            tl.store(row + tiles, tl.minimum(sizes - number * BLOCK_M, BLOCK_M), mask=exists)
+            tl.store(row + 2 * tiles, each * tokens + number * BLOCK_M, mask=exists)
 
 
-@triton.jit(do_not_specialize=["tiles"])
+@triton.jit(do_not_specialize=["pairs", "tiles"])
 def _multiply(
     x_ptr,
     gate_up,
@@ -447,6 +629,7 @@ def _multiply(
     share_ptr,
     warm_ptr,
     parts_ptr,
+    pairs,
     tiles,
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
@@ -478,7 +661,7 @@ def _multiply(
     ready_ptr = progress_ptr + 1 + tile
     if first:
         _multiply_first(
-            x_ptr, gate_up, warm_ptr, members, expert, live, part * BLOCK_N,
+            x_ptr, gate_up, warm_ptr, members, expert, live, part * BLOCK_N, pairs,
             HIDDEN, INNER, TOP_K, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         # Every thread's part is written before the count says so.
@@ -488,9 +671,15 @@ def _multiply(
         while tl.atomic_add(ready_ptr, 0, sem="acquire") < GATES:
             pass
         _multiply_second(
-            warm_ptr, down, share_ptr, parts_ptr, members, expert, live, part * BLOCK_D,
+            warm_ptr, down, share_ptr, parts_ptr, members, expert, live, part * BLOCK_D, pairs,
             HIDDEN, INNER, BLOCK_M, BLOCK_D, BLOCK_K,
         )  # fmt: skip
+
+
+@triton.jit
+def _token_of(pair, pairs, TOP_K: tl.constexpr):
+    """Return the token of a pair; those of the shared expert lie behind all others."""
+    return tl.where(pair < pairs, pair // TOP_K, pair - pairs)
 
 
 @triton.jit
@@ -502,6 +691,7 @@ def _multiply_first(
     expert,
     live,
     column,
+    pairs,
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -512,7 +702,7 @@ def _multiply_first(
     """Swiglu of the tokens' rows."""
     m = tl.arange(0, BLOCK_M)
     pair = tl.load(members_ptr + m, mask=m < live, other=0)
-    token = (pair // TOP_K).to(tl.int64)
+    token = _token_of(pair, pairs, TOP_K).to(tl.int64)
     gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     row = expert * (2 * INNER) + column
@@ -539,6 +729,7 @@ def _multiply_second(
     expert,
     live,
     column,
+    pairs,
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -548,7 +739,7 @@ def _multiply_second(
     """The share of each pair times its product."""
     m = tl.arange(0, BLOCK_M)
     pair = tl.load(members_ptr + m, mask=m < live, other=0)
-    share = tl.load(share_ptr + pair, mask=m < live, other=0.0)
+    share = tl.load(share_ptr + pair, mask=(m < live) & (pair < pairs), other=1.0)
     source = pair.to(tl.int64)
     acc = tl.zeros((BLOCK_D, BLOCK_M), tl.float32)
     row = expert * HIDDEN + column
@@ -562,7 +753,7 @@ def _multiply_second(
     tl.store(place, tl.trans(acc * share[None, :]).to(parts_ptr.dtype.element_ty), mask=(m < live)[:, None])
 
 
-@triton.jit(do_not_specialize=["tiles"])
+@triton.jit(do_not_specialize=["pairs", "tiles"])
 def _project(
     x_ptr,
     weight_ptr,
@@ -570,6 +761,7 @@ def _project(
     table_ptr,
     share_ptr,
     out_ptr,
+    pairs,
     tiles,
     inputs,
     columns,
@@ -591,7 +783,7 @@ def _project(
     live = m < tl.load(table_ptr + tiles + tile)
     pair = tl.load(members_ptr + tl.load(table_ptr + 2 * tiles + tile) + m, mask=live, other=0)
     # The first product reads a token's row, the second the pair's own.
-    source = pair // TOP_K if GATED else pair
+    source = _token_of(pair, pairs, TOP_K) if GATED else pair
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     weight = weight_ptr + expert.to(tl.int64) * (inputs * columns * (2 if GATED else 1))
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -611,20 +803,22 @@ def _project(
     if GATED:
         acc = acc * tl.sigmoid(acc) * acc_up
     else:
-        acc *= tl.load(share_ptr + pair, mask=live, other=0.0)[:, None]
+        acc *= tl.load(share_ptr + pair, mask=live & (pair < pairs), other=1.0)[:, None]
     place = out_ptr + pair.to(tl.int64)[:, None] * columns + n[None, :]
     tl.store(place, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (n < columns)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _combine(
     parts_ptr,
     ids_ptr,
     out_ptr,
     hidden,
+    pairs,
     TOP_K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK: tl.constexpr,
+    SHARED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -635,4 +829,6 @@ def _combine(
     real = (tl.load(ids_ptr + token * TOP_K + j, mask=j < TOP_K, other=-1) >= 0)[:, None] & (column < hidden)[None, :]
     part = tl.load(parts_ptr + (token * TOP_K + j[:, None]) * hidden + column[None, :], mask=real, other=0.0)
     total = tl.sum(part.to(tl.float32), 0)
+    if SHARED:
+        total += tl.load(parts_ptr + (pairs + token) * hidden + column, mask=column < hidden, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * hidden + column, total.to(out_ptr.dtype.element_ty), mask=column < hidden)

@@ -15,7 +15,11 @@ from kernels.gpu.noise import gumbel, hash_key
 from kernels.gpu.overlap import overlap_options, wait_for_inputs
 from kernels.token_stats import Filters, Noise, Proposals
 
-_BLOCK = 4096
+_BLOCK = 2048
+# Ids that a thread reads at once.
+_LINE = tl.constexpr(8)
+# What stands for minus infinity where differences are taken.
+_LOWEST = tl.constexpr(-3.4028234e38)
 _SEARCH_BLOCK = 8192
 # Programs that fill the device a few times over; more stretches only make more to merge.
 _PROGRAMS = 1024
@@ -219,7 +223,6 @@ def _reduce(
 ):
     row = tl.program_id(0)
     part = tl.program_id(1)
-    lane = tl.arange(0, BLOCK)
     begin = part * share
     stop = tl.minimum(begin + share, vocab)
     wait_for_inputs(OVERLAP)
@@ -242,68 +245,81 @@ def _reduce(
             tl.load(noises_ptr + 3 * rows + row),
         )
 
-    peak = float("-inf")  # largest logit, the base of the sums
-    mass = 0.0
-    slope = 0.0  # sum of (z - peak) exp(z - peak), for the entropy
-    runner_up = float("-inf")
-    kept_mass = 0.0
-    best = float("-inf")  # largest score among what may be proposed
-    token = 0
-    broken = 0
+    # Each line of a few ids, which one thread holds, keeps numbers of its own; they are brought together at the end.
+    # Divisions by one, the common case, would be most of the arithmetic.
+    LINES: tl.constexpr = BLOCK // _LINE
+    warm = temperature != 1.0
+    ranked = ranking != 1.0
+    peak = tl.full((LINES,), _LOWEST, tl.float32)  # largest logit, the base of the sums
+    mass = tl.zeros((LINES,), tl.float32)
+    slope = tl.zeros((LINES,), tl.float32)  # sum of (z - peak) exp(z - peak), for the entropy
+    runner_up = tl.full((LINES,), _LOWEST, tl.float32)
+    kept_mass = tl.zeros((LINES,), tl.float32)
+    best = tl.full((LINES,), float("-inf"), tl.float32)  # largest score among what may be proposed
+    token = tl.zeros((LINES,), tl.int32)
+    lane = tl.arange(0, LINES)[:, None] * _LINE + tl.arange(0, _LINE)[None, :]
     for start in range(begin, stop, BLOCK):
         ids = start + lane
         inside = ids < stop
         z = tl.load(line + ids, mask=inside, other=float("-inf")).to(tl.float32)
         score = z
         if WARM:
-            score = score / temperature
+            if warm:
+                score = score / temperature
         if RANKED:
-            z = z / ranking
-        broken = tl.maximum(broken, tl.max(((z != z) | (z == float("inf"))).to(tl.int32), 0))
-        high = tl.max(z, 0)
+            if ranked:
+                z = z / ranking
+        high = tl.max(z, 1)
         if MARGIN:
-            leader = tl.min(tl.where(z == high, ids, vocab), 0)
-            second = tl.max(tl.where(ids == leader, float("-inf"), z), 0)
+            leader = tl.min(tl.where(z == high[:, None], ids, vocab), 1)
+            second = tl.max(tl.where(ids == leader[:, None], _LOWEST, z), 1)
             runner_up = tl.maximum(tl.minimum(peak, high), tl.maximum(runner_up, second))
         new = tl.maximum(peak, high)
-        base = tl.where(new == float("-inf"), 0.0, new)
-        fade = tl.exp(peak - base)
-        weight = tl.exp(z - base)
+        fade = tl.exp(peak - new)
+        fall = z - new[:, None]
+        weight = tl.exp(fall)
         if ENTROPY:
-            fall = tl.where(mass > 0, (peak - base) * mass, 0.0)
-            slope = (slope + fall) * fade + tl.sum(tl.where(weight > 0, (z - base) * weight, 0.0), 0)
-            slope = tl.where(new == float("-inf"), 0.0, slope)
-        mass = mass * fade + tl.sum(weight, 0)
+            slope = tl.where(mass > 0, (slope + (peak - new) * mass) * fade, 0.0)
+            slope += tl.sum(tl.where(weight > 0, fall * weight, 0.0), 1)
+        mass = mass * fade + tl.sum(weight, 1)
 
         if BARS:
             barred = tl.load(barred_ptr + ids, mask=inside, other=1)
             score = tl.where(barred != 0, float("-inf"), score)
         if CUT:
             score = tl.where(score >= limit, score, float("-inf"))
-            kept_mass = kept_mass * fade + tl.sum(tl.where(score > float("-inf"), weight, 0.0), 0)
+            kept_mass = kept_mass * fade + tl.sum(tl.where(score > float("-inf"), weight, 0.0), 1)
         if DRAWS:
             if draws:
                 score += gumbel(key, (first + ids).to(tl.uint32))
-        top = tl.max(score, 0)
-        place = tl.min(tl.where(score == top, ids, vocab), 0)
+        top = tl.max(score, 1)
+        place = tl.min(tl.where(score == top[:, None], ids, vocab), 1)
         better = top > best
         token = tl.where(better, place, token)
         best = tl.where(better, top, best)
         peak = new
 
+    base = tl.max(peak, 0)
+    fade = tl.exp(peak - base)
+    top = tl.max(best, 0)
     at = row.to(tl.int64) * splits + part
     plane = rows.to(tl.int64) * splits
-    tl.store(tokens_ptr + at, token)
-    tl.store(parts_ptr + at, peak)
-    tl.store(parts_ptr + plane + at, mass)
-    tl.store(parts_ptr + 2 * plane + at, best)
-    tl.store(parts_ptr + 3 * plane + at, broken.to(tl.float32))
+    tl.store(tokens_ptr + at, tl.min(tl.where(best == top, token, vocab), 0))
+    tl.store(parts_ptr + at, tl.where(base == _LOWEST, float("-inf"), base))
+    tl.store(parts_ptr + plane + at, tl.sum(mass * fade, 0))
+    tl.store(parts_ptr + 2 * plane + at, top)
+    # Both a NaN and an infinity make a sum that is not a number.
+    tl.store(parts_ptr + 3 * plane + at, tl.max((mass != mass).to(tl.float32), 0))
     if ENTROPY:
-        tl.store(parts_ptr + 4 * plane + at, slope)
+        falls = (slope + (peak - base) * mass) * fade
+        tl.store(parts_ptr + 4 * plane + at, tl.sum(tl.where(mass > 0, falls, 0.0), 0))
     if MARGIN:
-        tl.store(parts_ptr + 5 * plane + at, runner_up)
+        number = tl.arange(0, LINES)
+        leader = tl.min(tl.where(peak == base, number, LINES), 0)
+        second = tl.maximum(tl.max(tl.where(number == leader, _LOWEST, peak), 0), tl.max(runner_up, 0))
+        tl.store(parts_ptr + 5 * plane + at, tl.where(second == _LOWEST, float("-inf"), second))
     if CUT:
-        tl.store(parts_ptr + 6 * plane + at, kept_mass)
+        tl.store(parts_ptr + 6 * plane + at, tl.sum(kept_mass * fade, 0))
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])

@@ -39,7 +39,7 @@ from kernels.gpu.attention import Tile, attend, choose_tile
 from kernels.kv_write import kv_write
 from kernels.linear import gated_linear, linear
 from kernels.lora import Factors, assign, lora, lora_swiglu
-from kernels.moe import Router, experts, route
+from kernels.moe import Router, experts, mix, route
 from kernels.noise import gumbel
 from kernels.rms_norm import rms_norm
 from kernels.rope import rope, rope_tables
@@ -438,6 +438,40 @@ def test_grouped_experts_agree(dtype, tokens, count, hidden, inner, top_k):
     assert relative_error(out, wide) < 1.5 * TOLERANCE[dtype]
 
 
+@product_dtypes
+@pytest.mark.parametrize(
+    "tokens, name, count, first, shared",
+    [
+        (1, "qwen3", 8, 0, True),
+        (7, "llada2.0", 64, 0, True),
+        (33, "olmoe", 16, 0, False),
+        (40, "odd", 6, 3, False),
+        (200, "olmoe", 4, 4, True),
+    ]
+    + ([(1024, "llada2.0", 256, 0, True), (300, "llada2.0", 64, 128, False), (32, "qwen3", 128, 0, True)] * ON_GPU),
+)
+def test_experts_mix_as_the_router_chooses_wherever_they_lie(dtype, tokens, name, count, first, shared):
+    """Of more experts than lie here, the others' parts are left out; a shared one stands behind those that do."""
+    hidden, inner, router = 128, 64, _ROUTERS[name]
+    everyone = max(count + first, 2 * first, router.top_k * router.groups)
+    x = normal(tokens, hidden, dtype=dtype, seed=1)
+    logits = normal(tokens, everyone, dtype=torch.float32, seed=2)
+    bias = normal(everyone, dtype=torch.float32, seed=3, scale=0.1) if router.scoring == "sigmoid" else None
+    gate_up = normal(count + shared, 2 * inner, hidden, dtype=dtype, seed=4, scale=hidden**-0.5)
+    down = normal(count + shared, hidden, inner, dtype=dtype, seed=5, scale=inner**-0.5)
+    how = {"first": first, "shared": shared}
+    wide = mix(x.float(), logits, router, gate_up.float(), down.float(), bias, **how)
+    for _ in range(2):  # what counts the pairs is left as it was found
+        out = kernels.gpu.moe.mix(x, logits, router, gate_up, down, bias, **how)
+        assert relative_error(out, wide) < 1.5 * TOLERANCE[dtype]
+
+
+def test_a_router_with_a_capacity_does_not_mix_without_the_blocks_of_its_tokens():
+    x, weight = torch.zeros(2, 32, device=DEVICE), torch.zeros(24, 32, 32, device=DEVICE)
+    with pytest.raises(ValueError, match="blocks"):
+        kernels.gpu.moe.mix(x, x[:, :24], _ROUTERS["llada2.2"], weight, weight[:, :, :16])
+
+
 @pytest.mark.parametrize("tokens, favourite", [(150, 2), (150, 0), (200, None)])
 def test_products_in_one_launch_agree_with_those_in_two_however_unevenly_tokens_are_spread(
     monkeypatch, tokens, favourite
@@ -457,15 +491,16 @@ def test_products_in_one_launch_agree_with_those_in_two_however_unevenly_tokens_
     assert relative_error(together, apart) < TOLERANCE[NARROW]
 
 
-def test_what_a_token_gets_does_not_depend_on_its_neighbours():
+@pytest.mark.parametrize("shared", (False, True))
+def test_what_a_token_gets_does_not_depend_on_its_neighbours(shared):
     count, hidden, inner = 2, 128, 64
     x = normal(130, hidden, dtype=NARROW, seed=1)
-    gate_up = normal(count, 2 * inner, hidden, dtype=NARROW, seed=2, scale=hidden**-0.5)
-    down = normal(count, hidden, inner, dtype=NARROW, seed=3, scale=inner**-0.5)
+    gate_up = normal(count + shared, 2 * inner, hidden, dtype=NARROW, seed=2, scale=hidden**-0.5)
+    down = normal(count + shared, hidden, inner, dtype=NARROW, seed=3, scale=inner**-0.5)
     ids, weights = route(normal(130, count, dtype=torch.float32, seed=4), Router(top_k=1))
     order = torch.randperm(130, generator=torch.Generator().manual_seed(6)).to(DEVICE)
-    straight = kernels.gpu.moe.experts(x, ids, weights, gate_up, down)
-    shuffled = kernels.gpu.moe.experts(x[order], ids[order], weights[order], gate_up, down)
+    straight = kernels.gpu.moe.experts(x, ids, weights, gate_up, down, shared=shared)
+    shuffled = kernels.gpu.moe.experts(x[order], ids[order], weights[order], gate_up, down, shared=shared)
     assert torch.equal(shuffled, straight[order])
 
 

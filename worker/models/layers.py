@@ -338,10 +338,17 @@ class MoeMLP(nn.Module):
         self.selection_bias = (
             empty_parameter(moe.experts, device=device, dtype=torch.float32) if moe.selection_bias else None
         )
-        self.gate_up = empty_parameter(moe.experts, 2 * moe.inner, hidden, device=device, dtype=dtype)
-        self.down = empty_parameter(moe.experts, hidden, moe.inner, device=device, dtype=dtype)
         shared = replace(shape, intermediate_size=moe.shared_inner)
         self.shared = GatedMLP(shared, device=device, dtype=dtype) if moe.shared_inner else None
+        joined = self.shared is not None and moe.shared_inner == moe.inner
+        gate_up = torch.empty(moe.experts + joined, 2 * moe.inner, hidden, device=device, dtype=dtype)
+        down = torch.empty(moe.experts + joined, hidden, moe.inner, device=device, dtype=dtype)
+        self.gate_up = nn.Parameter(gate_up[: moe.experts], requires_grad=False)
+        self.down = nn.Parameter(down[: moe.experts], requires_grad=False)
+        if self.shared is not None and joined:
+            # Behind the others, so that a product of all experts has it too.
+            self.shared.gate_up.weight = nn.Parameter(gate_up[-1], requires_grad=False)
+            self.shared.down.weight = nn.Parameter(down[-1], requires_grad=False)
         self.first_expert = 0
         """Of those that lie here; the others' parts are added by the ranks that have them."""
 
@@ -350,12 +357,28 @@ class MoeMLP(nn.Module):
 
     def mix(self, x: Tensor, logits: Tensor, context: ForwardContext | None = None) -> Tensor:
         """Return what the experts that the router's logits [tokens, experts] choose make of x [tokens, hidden]."""
-        ids, weights = kernels.route(logits, self.rule, self.selection_bias)
-        if len(self.down) < len(self.router):
-            ids = ids - self.first_expert
-            ids = ids.masked_fill((ids < 0) | (ids >= len(self.down)), -1)
-        routed = kernels.experts(x, ids, weights, self.gate_up, self.down)
-        return routed if self.shared is None else routed + self.shared.forward(x, context)
+        gate_up, down, shared, together = self.gate_up, self.down, self.shared, False
+        if shared is not None and (context is None or context.lora is None):
+            wide, narrow = _join(gate_up, shared.gate_up.weight), _join(down, shared.down.weight)
+            if wide is not None and narrow is not None:
+                gate_up, down, together = wide, narrow, True
+        rule, bias = self.rule, self.selection_bias
+        mixed = kernels.mix(x, logits, rule, gate_up, down, bias, first=self.first_expert, shared=together)
+        return mixed if shared is None or together else mixed + shared.forward(x, context)
+
+
+def _join(stacked: Tensor, single: Tensor) -> Tensor | None:
+    """Return [n + 1, ...] of a tensor and what lies behind it in the same memory; None if that is not `single`.
+
+    A shared expert's weights are put elsewhere where adapters, 8 bits or ranks take them.
+    """
+    same = stacked.dtype == single.dtype and stacked.shape[1:] == single.shape and single.is_contiguous()
+    begin = stacked.untyped_storage().data_ptr()
+    if not same or not begin or begin != single.untyped_storage().data_ptr():
+        return None
+    if single.storage_offset() != stacked.storage_offset() + stacked.numel():
+        return None
+    return stacked.as_strided((stacked.shape[0] + 1, *stacked.shape[1:]), stacked.stride())
 
 
 class DecoderLayer(nn.Module):

@@ -109,7 +109,8 @@ def _fill(path: Path, name: str, places: tuple[Tensor, ...], stored: Any, kept: 
             raise ModelError(f"{path}: {name} has shape {shape}; config.json asks for {list(place.shape)}")
         whole = place if place._base is None else place._base
         target, cut = kept[cast(nn.Parameter, whole)]
-        view = int(place.storage_offset()), tuple(place.shape), place.stride()
+        offset = int(place.storage_offset() - whole.storage_offset())
+        view = offset, tuple(place.shape), place.stride()
         for piece in pieces(tuple(whole.shape), view, cut):
             value = stored[tuple(slice(*span) for span in piece.source)]
             check_type(path, name, value.dtype)
