@@ -397,6 +397,21 @@ def mix(
 
 
 @dataclass(frozen=True, slots=True)
+class Tile:
+    """How the products of many tokens are cut into programs."""
+
+    tokens: int
+    """Of an expert, all of them as a rule: then its weights are read once."""
+    gate: int
+    """Columns of the gate, and as many beside it, in a program of the first product."""
+    down: int
+    """Columns in a program of the second product."""
+    inputs: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Lists:
     """The pairs (token, choice) of each expert, in no order, and the tiles that they are cut into.
 
@@ -423,8 +438,8 @@ class _Lists:
     """[1 + tiles] int32 zeros: programs that have begun, and those that have finished a tile's first product."""
     counts: Tensor
     """[1 + experts] int32 zeros, which are zeros again when the lists are made."""
-    together: bool
-    """Both products go in one launch."""
+    together: Tile | None
+    """How both products go in one launch, if they do."""
 
 
 def _make_lists(x: Tensor, top_k: int, gate_up: Tensor, down: Tensor, *, shared: bool, first: int = 0) -> _Lists:
@@ -435,8 +450,8 @@ def _make_lists(x: Tensor, top_k: int, gate_up: Tensor, down: Tensor, *, shared:
     if width != hidden or down.shape != (stacked, hidden, inner):
         raise ValueError(f"x {list(x.shape)} does not go with experts {list(gate_up.shape)} and {list(down.shape)}")
     count, pairs = stacked - shared, tokens * top_k
-    together = _runs_at_once(x, pairs, count, hidden, inner)
-    block_m = _TOGETHER.tokens if together else _tile_rows(pairs, count, x.dtype)
+    together = _fit_together(x, pairs, down, count)
+    block_m = together.tokens if together else _tile_rows(pairs, count, x.dtype)
     tiles = min(pairs, count + pairs // block_m) + (triton.cdiv(tokens, block_m) if shared else 0)
     return _Lists(
         first=first,
@@ -461,15 +476,16 @@ def _mix(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
     options, pairs, tiles = overlap_options(x.device), tokens * top_k, lists.tiles
     warm = torch.empty((lists.rows, inner), dtype=x.dtype, device=x.device)
     parts = torch.empty((lists.rows, hidden), dtype=x.dtype, device=x.device)
-    if lists.together:
-        tile = _TOGETHER
+    tile = lists.together
+    if tile is not None:
+        piece = 1 << (tile.tokens.bit_length() - 1)
         _multiply[(tiles * (inner // tile.gate + hidden // tile.down),)](
             x,
             TensorDescriptor.from_tensor(gate_up.view(-1, hidden), [tile.gate, tile.inputs]),
             TensorDescriptor.from_tensor(down.view(-1, inner), [tile.down, tile.inputs]),
             lists.members, lists.table, lists.progress, weights, warm, parts, pairs, tiles,
             HIDDEN=hidden, INNER=inner, TOP_K=top_k,
-            BLOCK_M=tile.tokens, BLOCK_N=tile.gate, BLOCK_D=tile.down, BLOCK_K=tile.inputs,
+            BLOCK_M=piece, REST=tile.tokens - piece, BLOCK_N=tile.gate, BLOCK_D=tile.down, BLOCK_K=tile.inputs,
             num_warps=tile.warps, num_stages=tile.stages, **options,
         )  # fmt: skip
     else:
@@ -496,32 +512,22 @@ def _mix(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
     return out
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """How the products of many tokens are cut into programs."""
-
-    tokens: int
-    """Of an expert, all of them as a rule: then its weights are read once."""
-    gate: int
-    """Columns of the gate, and as many beside it, in a program of the first product."""
-    down: int
-    """Columns in a program of the second product."""
-    inputs: int
-    warps: int
-    stages: int
-
-
-_TOGETHER = Tile(64, 64, 128, 64, 4, 3)
 _TOGETHER_FROM = 32
 """Tokens of an expert from which up both products in one launch are faster (docs/benchmarks)."""
 
 
-def _runs_at_once(x: Tensor, pairs: int, count: int, hidden: int, inner: int) -> bool:
-    """Tell whether both products go in one launch: that needs even tiles, and Hopper's copies of whole tiles."""
-    tile = _TOGETHER
+def _choose_tile(pairs: int, count: int) -> Tile:
+    """Return a tile for both products in one launch."""
+    return Tile(64, 64, 128, 64, 4, 3)
+
+
+def _fit_together(x: Tensor, pairs: int, down: Tensor, count: int) -> Tile | None:
+    """Return how both products go in one launch; that needs even tiles, and Hopper's copies of whole tiles."""
+    _, hidden, inner = down.shape
+    tile = _choose_tile(pairs, count)
     even = hidden % tile.down == 0 and hidden % tile.inputs == 0 and inner % tile.gate == 0 and inner % tile.inputs == 0
     able = x.device.type == "cpu" or overlap_options(x.device)["OVERLAP"]
-    return even and able and x.element_size() == 2 and pairs >= _TOGETHER_FROM * count
+    return tile if even and able and x.element_size() == 2 and pairs >= _TOGETHER_FROM * count else None
 
 
 def _tile_rows(pairs: int, count: int, dtype: torch.dtype) -> int:
@@ -635,6 +641,7 @@ def _multiply(
     INNER: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    REST: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -642,8 +649,9 @@ def _multiply(
 ):
     """One program's part of a tile's first product, or of its second one: those of all tiles come after all first ones.
 
-    Weights are the left operand, so that they fill the 64 rows of a Hopper matrix instruction. Programs take their
-    numbers as they start, so whoever waits for a first product waits for programs that run already.
+    Weights are the left operand, so that they fill the 64 rows of a Hopper matrix instruction; a tile's tokens are its
+    short side, in two pieces where their number is no power of two. Programs take their numbers as they start, so
+    whoever waits for a first product waits for programs that run already.
     """
     wait_for_inputs(OVERLAP)
     GATES: tl.constexpr = INNER // BLOCK_N
@@ -662,7 +670,7 @@ def _multiply(
     if first:
         _multiply_first(
             x_ptr, gate_up, warm_ptr, members, expert, live, part * BLOCK_N, pairs,
-            HIDDEN, INNER, TOP_K, BLOCK_M, BLOCK_N, BLOCK_K,
+            HIDDEN, INNER, TOP_K, BLOCK_M, REST, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         # Every thread's part is written before the count says so.
         tl.debug_barrier()
@@ -672,7 +680,7 @@ def _multiply(
             pass
         _multiply_second(
             warm_ptr, down, share_ptr, parts_ptr, members, expert, live, part * BLOCK_D, pairs,
-            HIDDEN, INNER, BLOCK_M, BLOCK_D, BLOCK_K,
+            HIDDEN, INNER, BLOCK_M, REST, BLOCK_D, BLOCK_K,
         )  # fmt: skip
 
 
@@ -696,27 +704,35 @@ def _multiply_first(
     INNER: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    REST: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """Swiglu of the tokens' rows."""
-    m = tl.arange(0, BLOCK_M)
-    pair = tl.load(members_ptr + m, mask=m < live, other=0)
-    token = _token_of(pair, pairs, TOP_K).to(tl.int64)
+    pair, inside = _pairs_of(members_ptr, live, 0, BLOCK_M)
+    token = _token_of(pair, pairs, TOP_K)
     gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    if REST:
+        pair_rest, inside_rest = _pairs_of(members_ptr, live, BLOCK_M, REST)
+        token_rest = _token_of(pair_rest, pairs, TOP_K)
+        gate_rest = tl.zeros((BLOCK_N, REST), tl.float32)
+        up_rest = tl.zeros((BLOCK_N, REST), tl.float32)
     row = expert * (2 * INNER) + column
     for start in range(0, HIDDEN, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
         w_gate = gate_up.load([row, start])
         w_up = gate_up.load([row + INNER, start])
-        x = tl.load(x_ptr + token[None, :] * HIDDEN + k[:, None], mask=(m < live)[None, :], other=0.0)
+        x = _columns_of(x_ptr, token, inside, start, HIDDEN, BLOCK_K)
         gate = tl.dot(w_gate, x, gate)
         up = tl.dot(w_up, x, up)
-    n = column + tl.arange(0, BLOCK_N)
-    place = warm_ptr + pair.to(tl.int64)[:, None] * INNER + n[None, :]
-    warm = tl.trans(gate * tl.sigmoid(gate) * up).to(warm_ptr.dtype.element_ty)
-    tl.store(place, warm, mask=(m < live)[:, None])
+        if REST:
+            x = _columns_of(x_ptr, token_rest, inside_rest, start, HIDDEN, BLOCK_K)
+            gate_rest = tl.dot(w_gate, x, gate_rest)
+            up_rest = tl.dot(w_up, x, up_rest)
+    _keep(warm_ptr + column, gate * tl.sigmoid(gate) * up, pair, inside, INNER, BLOCK_N)
+    if REST:
+        warm = gate_rest * tl.sigmoid(gate_rest) * up_rest
+        _keep(warm_ptr + column, warm, pair_rest, inside_rest, INNER, BLOCK_N)
 
 
 @triton.jit
@@ -733,24 +749,48 @@ def _multiply_second(
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    REST: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """The share of each pair times its product."""
-    m = tl.arange(0, BLOCK_M)
-    pair = tl.load(members_ptr + m, mask=m < live, other=0)
-    share = tl.load(share_ptr + pair, mask=(m < live) & (pair < pairs), other=1.0)
-    source = pair.to(tl.int64)
+    pair, inside = _pairs_of(members_ptr, live, 0, BLOCK_M)
+    share = tl.load(share_ptr + pair, mask=inside & (pair < pairs), other=1.0)
     acc = tl.zeros((BLOCK_D, BLOCK_M), tl.float32)
+    if REST:
+        pair_rest, inside_rest = _pairs_of(members_ptr, live, BLOCK_M, REST)
+        share_rest = tl.load(share_ptr + pair_rest, mask=inside_rest & (pair_rest < pairs), other=1.0)
+        acc_rest = tl.zeros((BLOCK_D, REST), tl.float32)
     row = expert * HIDDEN + column
     for start in range(0, INNER, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
         w = down.load([row, start])
-        x = tl.load(warm_ptr + source[None, :] * INNER + k[:, None], mask=(m < live)[None, :], other=0.0)
-        acc = tl.dot(w, x, acc)
-    n = column + tl.arange(0, BLOCK_D)
-    place = parts_ptr + source[:, None] * HIDDEN + n[None, :]
-    tl.store(place, tl.trans(acc * share[None, :]).to(parts_ptr.dtype.element_ty), mask=(m < live)[:, None])
+        acc = tl.dot(w, _columns_of(warm_ptr, pair, inside, start, INNER, BLOCK_K), acc)
+        if REST:
+            acc_rest = tl.dot(w, _columns_of(warm_ptr, pair_rest, inside_rest, start, INNER, BLOCK_K), acc_rest)
+    _keep(parts_ptr + column, acc * share[None, :], pair, inside, HIDDEN, BLOCK_D)
+    if REST:
+        _keep(parts_ptr + column, acc_rest * share_rest[None, :], pair_rest, inside_rest, HIDDEN, BLOCK_D)
+
+
+@triton.jit
+def _pairs_of(members_ptr, live, begin, COUNT: tl.constexpr):
+    """Return the numbers of a tile's pairs from `begin` on, and which of them exist."""
+    m = begin + tl.arange(0, COUNT)
+    return tl.load(members_ptr + m, mask=m < live, other=0), m < live
+
+
+@triton.jit
+def _columns_of(x_ptr, row, inside, start, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return x [BLOCK_K, rows] from column `start` on, zeros for rows that are not inside."""
+    k = start + tl.arange(0, BLOCK_K)
+    return tl.load(x_ptr + row.to(tl.int64)[None, :] * WIDTH + k[:, None], mask=inside[None, :], other=0.0)
+
+
+@triton.jit
+def _keep(out_ptr, values, row, inside, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Store values [BLOCK_N, rows] as the beginnings of rows."""
+    place = out_ptr + row.to(tl.int64)[:, None] * WIDTH + tl.arange(0, BLOCK_N)[None, :]
+    tl.store(place, tl.trans(values).to(out_ptr.dtype.element_ty), mask=inside[:, None])
 
 
 @triton.jit(do_not_specialize=["pairs", "tiles"])

@@ -472,22 +472,24 @@ def test_a_router_with_a_capacity_does_not_mix_without_the_blocks_of_its_tokens(
         kernels.gpu.moe.mix(x, x[:, :24], _ROUTERS["llada2.2"], weight, weight[:, :, :16])
 
 
+@pytest.mark.parametrize("block_m", (64, 96, 48))
 @pytest.mark.parametrize("tokens, favourite", [(150, 2), (150, 0), (200, None)])
 def test_products_in_one_launch_agree_with_those_in_two_however_unevenly_tokens_are_spread(
-    monkeypatch, tokens, favourite
+    monkeypatch, tokens, favourite, block_m
 ):
     count, hidden, inner, top_k = 4, 128, 64, 2
     x = normal(tokens, hidden, dtype=NARROW, seed=1)
-    gate_up = normal(count, 2 * inner, hidden, dtype=NARROW, seed=2, scale=hidden**-0.5)
-    down = normal(count, hidden, inner, dtype=NARROW, seed=3, scale=inner**-0.5)
+    gate_up = normal(count + 1, 2 * inner, hidden, dtype=NARROW, seed=2, scale=hidden**-0.5)
+    down = normal(count + 1, hidden, inner, dtype=NARROW, seed=3, scale=inner**-0.5)
     # Nobody asks for expert 1; a favourite has all tokens, and so several tiles.
     ids = torch.stack((integers(2, 4, (tokens,), 4), torch.zeros(tokens, dtype=torch.int64, device=DEVICE)), 1)
     if favourite is not None:
         ids[:, 0], ids[:, 1] = favourite, -1
     weights = normal(tokens, top_k, dtype=torch.float32, seed=5).sigmoid()
-    together = kernels.gpu.moe.experts(x, ids, weights, gate_up, down)
+    monkeypatch.setattr(kernels.gpu.moe, "_choose_tile", lambda *_: kernels.gpu.moe.Tile(block_m, 64, 128, 64, 4, 2))
+    together = kernels.gpu.moe.experts(x, ids, weights, gate_up, down, shared=True)
     monkeypatch.setattr(kernels.gpu.moe, "_TOGETHER_FROM", 2**30)
-    apart = kernels.gpu.moe.experts(x, ids, weights, gate_up, down)
+    apart = kernels.gpu.moe.experts(x, ids, weights, gate_up, down, shared=True)
     assert relative_error(together, apart) < TOLERANCE[NARROW]
 
 
