@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.gpu.overlap import overlap_options, wait_for_inputs
+from kernels.gpu.overlap import overlap_options, release_and_wait, wait_for_inputs
 from kernels.moe import Router
 from kernels.moe import router_logits as plain_logits
 
@@ -292,7 +292,7 @@ def _route(
     OVERLAP: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    wait_for_inputs(OVERLAP)
+    release_and_wait(OVERLAP)
     score, choice, expert, real = _score(
         logits_ptr, bias_ptr, token, EXPERTS, PER_GROUP, GROUPS, BLOCK_G, BLOCK_P, SIGMOID, BIASED
     )
@@ -561,7 +561,7 @@ def _collect(
 ):
     """Make the lists of ids that are given."""
     k = tl.arange(0, BLOCK_K)
-    wait_for_inputs(OVERLAP)
+    release_and_wait(OVERLAP)
     ids = tl.load(ids_ptr + tl.program_id(0).to(tl.int64) * TOP_K + k, mask=k < TOP_K, other=-1).to(tl.int32)
     _enlist(ids, k, members_ptr, table_ptr, progress_ptr, counts_ptr, count, tiles, TOP_K, SHARED, BLOCK_M, BLOCK_E)
 
@@ -864,7 +864,7 @@ def _combine(
     token = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, BLOCK_K)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    wait_for_inputs(OVERLAP)
+    release_and_wait(OVERLAP)
     # A pair without an expert has no part: what lies there was never written.
     real = (tl.load(ids_ptr + token * TOP_K + j, mask=j < TOP_K, other=-1) >= 0)[:, None] & (column < hidden)[None, :]
     part = tl.load(parts_ptr + (token * TOP_K + j[:, None]) * hidden + column[None, :], mask=real, other=0.0)
