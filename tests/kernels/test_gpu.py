@@ -32,6 +32,7 @@ import kernels.gpu.lora
 import kernels.gpu.moe
 import kernels.gpu.rms_norm
 import kernels.gpu.rope
+import kernels.gpu.router
 import kernels.gpu.swiglu
 import kernels.gpu.token_stats
 from kernels.attention import attention
@@ -402,7 +403,7 @@ def test_routing_agrees(dtype, name):
     logits = normal(9, count, dtype=dtype, seed=1)
     bias = normal(count, dtype=torch.float32, seed=2, scale=0.1) if router.scoring == "sigmoid" else None
     blocks = torch.tensor([0, 0, 0, 1, -1, 1, 4, 4, -1], device=DEVICE) if router.capacity else None
-    ids, weights = kernels.gpu.moe.route(logits, router, bias, blocks)
+    ids, weights = kernels.gpu.router.route(logits, router, bias, blocks)
     expected_ids, expected_weights = route(logits, router, bias, blocks)
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-7)
@@ -415,7 +416,7 @@ def test_equal_votes_open_the_experts_of_the_lowest_ids():
     logits = torch.zeros(3, 40, device=DEVICE)
     logits[:, 30] = 1.0
     blocks = torch.zeros(3, dtype=torch.int64, device=DEVICE)
-    ids, _ = kernels.gpu.moe.route(logits, router, None, blocks)
+    ids, _ = kernels.gpu.router.route(logits, router, None, blocks)
     assert torch.equal(ids, route(logits, router, None, blocks)[0])
     assert ids[0].tolist() == [30, 0]
 

@@ -7,7 +7,7 @@ from tests.kernels.gpu_cases import NARROW, ON_GPU, normal, relative_error
 
 pytest.importorskip("triton")
 
-import kernels.gpu.moe
+import kernels.gpu.router
 import kernels.moe
 
 pytestmark = [
@@ -22,7 +22,7 @@ def test_three_narrow_products_make_a_float32_one(tokens, experts, hidden):
     x = normal(tokens, hidden, dtype=NARROW, seed=1)
     weight = normal(experts, hidden, dtype=torch.float32, seed=2)
     exact = x.double() @ weight.double().t()
-    ours = kernels.gpu.moe.multiply_exactly(x, weight)
+    ours = kernels.gpu.router.multiply_exactly(x, weight)
     assert ours.dtype == torch.float32
     # A float32 sum of 2,048 products is off by 4e-7; matrix units cut off what they shift out: 2.1e-6 on an H100.
     assert relative_error(ours, exact) < 3e-6
@@ -35,5 +35,5 @@ def test_tokens_are_routed_by_a_float32_product_whichever_way_it_is_made(tokens)
     x = normal(tokens, 64, dtype=NARROW, seed=1)
     weight = normal(16, 64, dtype=torch.float32, seed=2)
     expected = kernels.moe.router_logits(x, weight)
-    assert relative_error(kernels.gpu.moe.router_logits(x, weight), expected) < 3e-6
-    assert torch.equal(kernels.gpu.moe.router_logits(x.float(), weight), expected)
+    assert relative_error(kernels.gpu.router.router_logits(x, weight), expected) < 3e-6
+    assert torch.equal(kernels.gpu.router.router_logits(x.float(), weight), expected)

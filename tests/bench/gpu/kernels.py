@@ -16,6 +16,7 @@ import kernels.gpu.linear
 import kernels.gpu.moe
 import kernels.gpu.rms_norm
 import kernels.gpu.rope
+import kernels.gpu.router
 import kernels.gpu.swiglu
 import kernels.gpu.token_stats
 from kernels.attention import AttentionPlan, RowGroup
@@ -222,21 +223,31 @@ def _softmax_max(logits: Tensor) -> object:
 def bench_moe(report: Report, pace: Pace) -> None:
     """LLaDA2-mini's expert layer."""
     router = Router(8, "sigmoid", 8, 4, True, 2.5)
-    gate_up, down, bias = _normal(256, 1024, 2048), _normal(256, 2048, 512), torch.zeros(256, device="cuda")
+    gate_up, down, bias = _normal(257, 1024, 2048), _normal(257, 2048, 512), torch.zeros(256, device="cuda")
     for tokens in (32, 256, 1024, 2048):
         x, logits = _normal(tokens, 2048), torch.randn(tokens, 256, device="cuda")
         weight = torch.randn(256, 2048, device="cuda")
-        for how, multiply in (("triton", kernels.gpu.moe.multiply_exactly), ("torch", router_logits)):
+        for how, multiply in (("triton", kernels.gpu.router.multiply_exactly), ("torch", router_logits)):
             ms = pace([partial(multiply, x, weight)] * 4)
             report("router's product", "llada2-mini", tokens, how, ms, 2 * tokens * 256 * 2048 / ms * 1e-9)
-        ids, weights = kernels.gpu.moe.route(logits, router, bias)
+        ids, weights = kernels.gpu.router.route(logits, router, bias)
         touched = ids.unique().numel()
-        ms = pace([partial(kernels.gpu.moe.route, logits, router, bias)] * 4)
+        ms = pace([partial(kernels.gpu.router.route, logits, router, bias)] * 4)
         report("route", "llada2-mini", tokens, "triton", ms, 0.0)
         ms = pace([partial(route, logits, router, bias)] * 2)
         report("route", "llada2-mini", tokens, "torch", ms, 0.0)
-        ms = pace([partial(kernels.gpu.moe.experts, x, ids, weights, gate_up, down)] * 4)
+        ms = pace([partial(kernels.gpu.moe.experts, x, ids, weights, gate_up[:-1], down[:-1])] * 4)
         report("experts", f"llada2-mini, {touched} touched", tokens, "triton", ms, touched * 6.29e-3 / ms)
+        mix = partial(kernels.gpu.moe.mix, x, logits, router, gate_up, down, bias, shared=True)
+        ms = pace([mix] * 4)
+        report(
+            "choice, experts, shared one",
+            f"llada2-mini, {touched} touched",
+            tokens,
+            "triton",
+            ms,
+            touched * 6.29e-3 / ms,
+        )
 
 
 _BENCHES = {
