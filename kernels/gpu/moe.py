@@ -94,14 +94,13 @@ def _multiply_all(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down
     warm = torch.empty((lists.rows, inner), dtype=x.dtype, device=x.device)
     parts = torch.empty((lists.rows, hidden), dtype=x.dtype, device=x.device)
     if tile is not None:
-        piece = 1 << (tile.tokens.bit_length() - 1)
         _multiply[(tiles * (inner // tile.gate + hidden // tile.down),)](
             x,
             TensorDescriptor.from_tensor(gate_up.view(-1, hidden), [tile.gate, tile.inputs]),
             TensorDescriptor.from_tensor(down.view(-1, inner), [tile.down, tile.inputs]),
             lists.members, lists.table, lists.progress, weights, warm, parts, pairs, tiles,
             HIDDEN=hidden, INNER=inner, TOP_K=top_k,
-            BLOCK_M=piece, REST=tile.tokens - piece, BLOCK_N=tile.gate, BLOCK_D=tile.down, BLOCK_K=tile.inputs,
+            BLOCK_M=tile.tokens, BLOCK_N=tile.gate, BLOCK_D=tile.down, BLOCK_K=tile.inputs,
             num_warps=tile.warps, num_stages=tile.stages, **options,
         )  # fmt: skip
     else:
@@ -128,12 +127,15 @@ def _multiply_all(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down
     return out
 
 
-_TOGETHER_FROM = 32
-"""Tokens of an expert from which up both products in one launch are faster (docs/benchmarks)."""
-
-
 def _choose_tile(pairs: int, count: int) -> Tile:
-    """Return a tile for both products in one launch."""
+    """Return a tile that holds the tokens of an expert, as a rule.
+
+    Larger ones for very many tokens, which hold all of them still, were slower (docs/benchmarks).
+    """
+    if pairs <= 4 * count:
+        return Tile(16, 64, 128, 64, 4, 5)
+    if pairs <= 24 * count:
+        return Tile(32, 64, 128, 64, 4, 4)
     return Tile(64, 64, 128, 64, 4, 3)
 
 
@@ -143,7 +145,7 @@ def _fit_together(x: Tensor, pairs: int, down: Tensor, count: int) -> Tile | Non
     tile = _choose_tile(pairs, count)
     even = hidden % tile.down == 0 and hidden % tile.inputs == 0 and inner % tile.gate == 0 and inner % tile.inputs == 0
     able = x.device.type == "cpu" or overlap_options(x.device)["OVERLAP"]
-    return tile if even and able and x.element_size() == 2 and pairs >= _TOGETHER_FROM * count else None
+    return tile if even and able and x.element_size() == 2 else None
 
 
 def _tile_rows(pairs: int, count: int, dtype: torch.dtype) -> int:
@@ -176,7 +178,6 @@ def _multiply(
     INNER: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    REST: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -185,8 +186,8 @@ def _multiply(
     """One program's part of a tile's first product, or of its second one: those of all tiles come after all first ones.
 
     Weights are the left operand, so that they fill the 64 rows of a Hopper matrix instruction; a tile's tokens are its
-    short side, in two pieces where their number is no power of two. Programs take their numbers as they start, so
-    whoever waits for a first product waits for programs that run already.
+    short side. Programs take their numbers as they start, so whoever waits for a first product waits for programs that
+    run already.
     """
     wait_for_inputs(OVERLAP)
     GATES: tl.constexpr = INNER // BLOCK_N
@@ -205,7 +206,7 @@ def _multiply(
     if first:
         _multiply_first(
             x_ptr, gate_up, warm_ptr, members, expert, live, part * BLOCK_N, pairs,
-            HIDDEN, INNER, TOP_K, BLOCK_M, REST, BLOCK_N, BLOCK_K,
+            HIDDEN, INNER, TOP_K, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         # Every thread's part is written before the count says so.
         tl.debug_barrier()
@@ -215,7 +216,7 @@ def _multiply(
             pass
         _multiply_second(
             warm_ptr, down, share_ptr, parts_ptr, members, expert, live, part * BLOCK_D, pairs,
-            HIDDEN, INNER, BLOCK_M, REST, BLOCK_D, BLOCK_K,
+            HIDDEN, INNER, BLOCK_M, BLOCK_D, BLOCK_K,
         )  # fmt: skip
 
 
@@ -239,35 +240,23 @@ def _multiply_first(
     INNER: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    REST: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """Swiglu of the tokens' rows."""
-    pair, inside = _pairs_of(members_ptr, live, 0, BLOCK_M)
+    m = tl.arange(0, BLOCK_M)
+    pair = tl.load(members_ptr + m, mask=m < live, other=0)
     token = _token_of(pair, pairs, TOP_K)
     gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    if REST:
-        pair_rest, inside_rest = _pairs_of(members_ptr, live, BLOCK_M, REST)
-        token_rest = _token_of(pair_rest, pairs, TOP_K)
-        gate_rest = tl.zeros((BLOCK_N, REST), tl.float32)
-        up_rest = tl.zeros((BLOCK_N, REST), tl.float32)
     row = expert * (2 * INNER) + column
     for start in range(0, HIDDEN, BLOCK_K):
         w_gate = gate_up.load([row, start])
         w_up = gate_up.load([row + INNER, start])
-        x = _columns_of(x_ptr, token, inside, start, HIDDEN, BLOCK_K)
+        x = _columns_of(x_ptr, token, m < live, start, HIDDEN, BLOCK_K)
         gate = tl.dot(w_gate, x, gate)
         up = tl.dot(w_up, x, up)
-        if REST:
-            x = _columns_of(x_ptr, token_rest, inside_rest, start, HIDDEN, BLOCK_K)
-            gate_rest = tl.dot(w_gate, x, gate_rest)
-            up_rest = tl.dot(w_up, x, up_rest)
-    _keep(warm_ptr + column, gate * tl.sigmoid(gate) * up, pair, inside, INNER, BLOCK_N)
-    if REST:
-        warm = gate_rest * tl.sigmoid(gate_rest) * up_rest
-        _keep(warm_ptr + column, warm, pair_rest, inside_rest, INNER, BLOCK_N)
+    _keep(warm_ptr + column, gate * tl.sigmoid(gate) * up, pair, m < live, INNER, BLOCK_N)
 
 
 @triton.jit
@@ -284,34 +273,19 @@ def _multiply_second(
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    REST: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """The share of each pair times its product."""
-    pair, inside = _pairs_of(members_ptr, live, 0, BLOCK_M)
-    share = tl.load(share_ptr + pair, mask=inside & (pair < pairs), other=1.0)
+    m = tl.arange(0, BLOCK_M)
+    pair = tl.load(members_ptr + m, mask=m < live, other=0)
+    share = tl.load(share_ptr + pair, mask=(m < live) & (pair < pairs), other=1.0)
     acc = tl.zeros((BLOCK_D, BLOCK_M), tl.float32)
-    if REST:
-        pair_rest, inside_rest = _pairs_of(members_ptr, live, BLOCK_M, REST)
-        share_rest = tl.load(share_ptr + pair_rest, mask=inside_rest & (pair_rest < pairs), other=1.0)
-        acc_rest = tl.zeros((BLOCK_D, REST), tl.float32)
     row = expert * HIDDEN + column
     for start in range(0, INNER, BLOCK_K):
         w = down.load([row, start])
-        acc = tl.dot(w, _columns_of(warm_ptr, pair, inside, start, INNER, BLOCK_K), acc)
-        if REST:
-            acc_rest = tl.dot(w, _columns_of(warm_ptr, pair_rest, inside_rest, start, INNER, BLOCK_K), acc_rest)
-    _keep(parts_ptr + column, acc * share[None, :], pair, inside, HIDDEN, BLOCK_D)
-    if REST:
-        _keep(parts_ptr + column, acc_rest * share_rest[None, :], pair_rest, inside_rest, HIDDEN, BLOCK_D)
-
-
-@triton.jit
-def _pairs_of(members_ptr, live, begin, COUNT: tl.constexpr):
-    """Return the numbers of a tile's pairs from `begin` on, and which of them exist."""
-    m = begin + tl.arange(0, COUNT)
-    return tl.load(members_ptr + m, mask=m < live, other=0), m < live
+        acc = tl.dot(w, _columns_of(warm_ptr, pair, m < live, start, INNER, BLOCK_K), acc)
+    _keep(parts_ptr + column, acc * share[None, :], pair, m < live, HIDDEN, BLOCK_D)
 
 
 @triton.jit

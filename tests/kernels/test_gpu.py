@@ -447,7 +447,7 @@ def test_grouped_experts_agree(dtype, tokens, count, hidden, inner, top_k):
         (7, "llada2.0", 64, 0, True),
         (33, "olmoe", 16, 0, False),
         (40, "odd", 6, 3, False),
-        (200, "olmoe", 4, 4, True),
+        (70, "olmoe", 4, 4, True),
     ]
     + ([(1024, "llada2.0", 256, 0, True), (300, "llada2.0", 64, 128, False), (32, "qwen3", 128, 0, True)] * ON_GPU),
 )
@@ -473,7 +473,7 @@ def test_a_router_with_a_capacity_does_not_mix_without_the_blocks_of_its_tokens(
         kernels.gpu.moe.mix(x, x[:, :24], _ROUTERS["llada2.2"], weight, weight[:, :, :16])
 
 
-@pytest.mark.parametrize("block_m", (64, 96, 48))
+@pytest.mark.parametrize("block_m", (64, 32, 16))
 @pytest.mark.parametrize("tokens, favourite", [(150, 2), (150, 0), (200, None)])
 def test_products_in_one_launch_agree_with_those_in_two_however_unevenly_tokens_are_spread(
     monkeypatch, tokens, favourite, block_m
@@ -489,7 +489,7 @@ def test_products_in_one_launch_agree_with_those_in_two_however_unevenly_tokens_
     weights = normal(tokens, top_k, dtype=torch.float32, seed=5).sigmoid()
     monkeypatch.setattr(kernels.gpu.moe, "_choose_tile", lambda *_: kernels.gpu.moe.Tile(block_m, 64, 128, 64, 4, 2))
     together = kernels.gpu.moe.experts(x, ids, weights, gate_up, down, shared=True)
-    monkeypatch.setattr(kernels.gpu.moe, "_TOGETHER_FROM", 2**30)
+    monkeypatch.setattr(kernels.gpu.moe, "_fit_together", lambda *_: None)
     apart = kernels.gpu.moe.experts(x, ids, weights, gate_up, down, shared=True)
     assert relative_error(together, apart) < TOLERANCE[NARROW]
 
