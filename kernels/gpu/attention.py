@@ -56,15 +56,17 @@ def attention(
     if q.stride(-1) != 1:
         q = q.contiguous()
     out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
-    rows, width = plan.page_table.shape
+    width = plan.page_table.shape[1]
     longest = max((group.query for group in plan.groups), default=0)
     if not tokens or not longest:
         return out
 
     packed = longest * (heads // kv_heads)
     element = q.element_size()
-    tile = choose_tile(packed, rows * kv_heads, head_dim, element, _multiprocessors(q.device), small=scales is not None)
-    programs = rows * triton.cdiv(packed, tile.block_m) * kv_heads
+    # Some rows may be shorter, or ask for nothing: so many of the longest have as much to do.
+    pairs = triton.cdiv(tokens, longest) * kv_heads
+    tile = choose_tile(packed, pairs, head_dim, element, _multiprocessors(q.device), small=scales is not None)
+    programs = pairs * triton.cdiv(packed, tile.block_m)
     splits = choose_splits(programs, triton.cdiv(width * page_size, tile.block_n), q.device)
     return attend(q, k_pages, v_pages, plan, scale, longest, tile, splits, out, scales)
 
@@ -157,8 +159,10 @@ def choose_tile(
     if head_dim > 128:
         return Tile(block_m, 32, 4, 2)
     if block_m == 16:
-        # 64 rows of 4 with 8 KV heads: 100.4 us, 102.3 with 2 warps. Without `ahead` it was not timed there.
-        return Tile(16, 64, 4, 4, True) if pairs > 2 * multiprocessors and not small else Tile(16, 64, 2, 4)
+        if small:
+            return Tile(16, 64, 2, 4)
+        # Blocks of 4 with 8 KV heads: 97.7 and 51.2 us for 64 and 32 rows, 100.2 and 52.2 by the best of 64 keys.
+        return Tile(16, 32, 4, 3, True) if pairs > multiprocessors else Tile(16, 64, 4, 3, True)
     # Measured (docs/benchmarks). Two programs share a multiprocessor, so that one multiplies while the other weighs.
     # Where there are enough of twice the rows, keys and values come out of the second-level cache half as often.
     if not small and packed >= _LONG:

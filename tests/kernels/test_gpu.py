@@ -35,7 +35,7 @@ import kernels.gpu.rope
 import kernels.gpu.router
 import kernels.gpu.swiglu
 import kernels.gpu.token_stats
-from kernels.attention import attention
+from kernels.attention import AttentionPlan, RowGroup, attention
 from kernels.gpu.attention import Tile, attend, choose_tile
 from kernels.kv_write import kv_write
 from kernels.linear import gated_linear, linear
@@ -194,6 +194,31 @@ def test_rows_that_ask_for_nothing_change_nothing_in_attention(splits):
     found = attend(q, k, v, wider, scale, longest, tile, splits, torch.full_like(q, float("nan")))
     assert torch.equal(found, attend(q, k, v, plan, scale, longest, tile, splits, torch.full_like(q, float("nan"))))
     assert not bool(found.isnan().any())
+
+
+@pytest.mark.parametrize("rows, query", [(1, 8), (8, 8), (8, 64), (32, 8)])
+def test_rows_that_ask_for_nothing_do_not_count_when_tiles_are_chosen(monkeypatch, rows, query):
+    seen: list[tuple[Tile, int]] = []
+    monkeypatch.setattr(kernels.gpu.attention, "attend", lambda *given: seen.append(given[6:8]))
+    monkeypatch.setattr(kernels.gpu.attention, "_multiprocessors", lambda device: 132)
+    pages = torch.zeros((1, 16, 8, 16), dtype=NARROW, device=DEVICE)
+    q = torch.zeros((rows * query, 32, 16), dtype=NARROW, device=DEVICE)
+    for idle in (0, rows):
+        offsets = [*range(0, rows * query + 1, query), *[rows * query] * idle]
+        plan = AttentionPlan(
+            slots=torch.zeros(rows * query, dtype=torch.int64, device=DEVICE),
+            row_offsets=torch.tensor(offsets, dtype=torch.int32, device=DEVICE),
+            visible_end=torch.full((rows * query,), 1000, dtype=torch.int32, device=DEVICE),
+            page_table=torch.zeros((rows + idle, 63), dtype=torch.int32, device=DEVICE),
+            groups=(RowGroup(slice(0, rows * query), slice(0, 0), rows + idle, query, 1000, None),),
+        )
+        kernels.gpu.attention.attention(q, pages, pages, plan, 0.1)
+    assert seen[0] == seen[1]
+
+
+def test_few_packed_rows_take_the_tiles_that_were_timed():
+    assert choose_tile(16, 64 * 8, 128, 2, 132) == choose_tile(16, 32 * 8, 128, 2, 132) == Tile(16, 32, 4, 3, True)
+    assert choose_tile(16, 8 * 8, 128, 2, 132) == choose_tile(16, 8, 128, 2, 132) == Tile(16, 64, 4, 3, True)
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 32, 50, 64])
