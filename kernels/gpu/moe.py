@@ -55,7 +55,7 @@ class Tile:
     """How the products of many tokens are cut into programs."""
 
     tokens: int
-    """Of an expert, all of them as a rule: then its weights are read once."""
+    """Of an expert, all of them as a rule."""
     gate: int
     """Columns of the gate, and as many beside it, in a program of the first product."""
     down: int
@@ -63,6 +63,8 @@ class Tile:
     inputs: int
     warps: int
     stages: int
+    registers: int | None = None
+    """The most that a thread may have; None: as the compiler likes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ def _multiply_all(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down
             lists.members, lists.table, lists.progress, weights, warm, parts, pairs, tiles,
             HIDDEN=hidden, INNER=inner, TOP_K=top_k,
             BLOCK_M=tile.tokens, BLOCK_N=tile.gate, BLOCK_D=tile.down, BLOCK_K=tile.inputs,
-            num_warps=tile.warps, num_stages=tile.stages, **options,
+            num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **options,
         )  # fmt: skip
     else:
         shape = {
@@ -128,15 +130,15 @@ def _multiply_all(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down
 
 
 def _choose_tile(pairs: int, count: int) -> Tile:
-    """Return a tile that holds the tokens of an expert, as a rule.
-
-    Larger ones for very many tokens, which hold all of them still, were slower (docs/benchmarks).
-    """
+    """Return a tile that holds the tokens of most experts, by the times in docs/benchmarks."""
     if pairs <= 4 * count:
         return Tile(16, 64, 128, 64, 4, 5)
-    if pairs <= 24 * count:
-        return Tile(32, 64, 128, 64, 4, 4)
-    return Tile(64, 64, 128, 64, 4, 3)
+    if pairs <= 16 * count:
+        return Tile(32, 64, 128, 64, 4, 5)
+    if pairs <= 64 * count:
+        return Tile(64, 64, 128, 64, 4, 3)
+    # Two programs a multiprocessor. Weights then pass through the second-level cache once, not twice for most experts.
+    return Tile(128, 64, 128, 64, 8, 3, registers=128)
 
 
 def _fit_together(x: Tensor, pairs: int, down: Tensor, count: int) -> Tile | None:

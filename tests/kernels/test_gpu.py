@@ -450,7 +450,11 @@ def test_equal_votes_open_the_experts_of_the_lowest_ids():
 @pytest.mark.parametrize(
     "tokens, count, hidden, inner, top_k",
     [(1, 4, 64, 32, 2), (5, 9, 100, 70, 3), (40, 3, 64, 48, 2), (50, 3, 128, 64, 2), (70, 2, 256, 128, 1)]
-    + ([(32, 256, 2048, 512, 8), (1024, 256, 2048, 512, 8), (300, 16, 1024, 768, 2)] if ON_GPU else []),
+    + (
+        [(32, 256, 2048, 512, 8), (1024, 256, 2048, 512, 8), (300, 16, 1024, 768, 2), (900, 8, 2048, 512, 1)]
+        if ON_GPU
+        else []
+    ),
 )
 def test_grouped_experts_agree(dtype, tokens, count, hidden, inner, top_k):
     x = normal(tokens, hidden, dtype=dtype, seed=1)
@@ -498,10 +502,10 @@ def test_a_router_with_a_capacity_does_not_mix_without_the_blocks_of_its_tokens(
         kernels.gpu.moe.mix(x, x[:, :24], _ROUTERS["llada2.2"], weight, weight[:, :, :16])
 
 
-@pytest.mark.parametrize("block_m", (64, 32, 16))
+@pytest.mark.parametrize("each", (2, 10, 40, 80))
 @pytest.mark.parametrize("tokens, favourite", [(150, 2), (150, 0), (200, None)])
 def test_products_in_one_launch_agree_with_those_in_two_however_unevenly_tokens_are_spread(
-    monkeypatch, tokens, favourite, block_m
+    monkeypatch, tokens, favourite, each
 ):
     count, hidden, inner, top_k = 4, 128, 64, 2
     x = normal(tokens, hidden, dtype=NARROW, seed=1)
@@ -512,7 +516,9 @@ def test_products_in_one_launch_agree_with_those_in_two_however_unevenly_tokens_
     if favourite is not None:
         ids[:, 0], ids[:, 1] = favourite, -1
     weights = normal(tokens, top_k, dtype=torch.float32, seed=5).sigmoid()
-    monkeypatch.setattr(kernels.gpu.moe, "_choose_tile", lambda *_: kernels.gpu.moe.Tile(block_m, 64, 128, 64, 4, 2))
+    tile = kernels.gpu.moe._choose_tile(each * count, count)
+    assert each <= tile.tokens
+    monkeypatch.setattr(kernels.gpu.moe, "_choose_tile", lambda *_: tile)
     together = kernels.gpu.moe.experts(x, ids, weights, gate_up, down, shared=True)
     monkeypatch.setattr(kernels.gpu.moe, "_fit_together", lambda *_: None)
     apart = kernels.gpu.moe.experts(x, ids, weights, gate_up, down, shared=True)
