@@ -59,7 +59,9 @@ def json_body(kind: type[Body]) -> Callable[[Request], Awaitable[Body]]:
         _check_headers(request)
         value = _loads(await request.body())
         body = parse(kind, value)
-        _tell_unknown(request, [name for name in cast(dict[str, object], value) if name not in known])
+        given = cast(dict[str, object], value)
+        # What is null asks for nothing.
+        _tell_unknown(request, [name for name, asked in given.items() if name not in known and asked is not None])
         return body
 
     known = known_fields(kind)

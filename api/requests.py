@@ -229,10 +229,12 @@ def _max_tokens(body: GenerationBody, prompt_tokens: int, card: ModelCard, promp
 
 
 def _sampling(body: GenerationBody, card: ModelCard) -> Sampling:
+    # A share of nothing still has its first token, as OpenAI has it.
+    greedy = body.top_p == 0
     return Sampling(
         temperature=card.temperature if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        top_k=max(0, body.top_k or 0),
+        top_p=1.0 if body.top_p is None or greedy else body.top_p,
+        top_k=1 if greedy else max(0, body.top_k or 0),
         min_p=body.min_p or 0.0,
     )
 

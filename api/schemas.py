@@ -100,7 +100,7 @@ def _check_content(value: object) -> object:
     texts: list[str] = []
     for part in value:
         match part:
-            case {"type": "text", "text": str(text)}:
+            case {"type": "text", "text": str(text)} | {"type": "refusal", "refusal": str(text)}:
                 texts.append(text)
             case _:
                 at = (len(texts),)
@@ -330,7 +330,7 @@ class GenerationBody(StrictBody):
     )
     min_tokens: int | None = Field(default=None, ge=0, lt=COUNT_LIMIT)
     temperature: float | None = Field(default=None, ge=0.0, le=5.0, description="Unset: the model's own default.")
-    top_p: float | None = Field(default=None, gt=0.0, le=1.0)
+    top_p: float | None = Field(default=None, ge=0.0, le=1.0, description="0 takes the most probable token.")
     top_k: int | None = Field(default=None, ge=-1, lt=COUNT_LIMIT, description="0 or -1 keeps all tokens.")
     min_p: float | None = Field(default=None, ge=0.0, le=1.0)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63, description="Unset: a fresh one for each request.")
@@ -472,6 +472,7 @@ class Prediction(StrictBody):
 class ChatMessage(StrictBody):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = None
+    refusal: str | None = Field(default=None, description="What the assistant has said in the place of content.")
     tool_calls: Annotated[list[CalledTool] | None, BeforeValidator(_none_if_empty)] = Field(
         default=None, description="What the assistant has called."
     )
@@ -488,7 +489,7 @@ class ChatMessage(StrictBody):
         """Return the message as templates know it: `developer` is the newer name of `system`."""
         told: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
-            "content": self.content or "",
+            "content": self.content or self.refusal or "",
         }
         if self.tool_calls:
             told["tool_calls"] = [call.for_template() for call in self.tool_calls]
@@ -498,10 +499,11 @@ class ChatMessage(StrictBody):
 
 
 class CompletionBody(GenerationBody):
-    delivers = STRUCTURED | {"n", "echo", "logprobs", "suffix"}
+    delivers = STRUCTURED | {"n", "best_of", "echo", "logprobs", "suffix"}
 
     prompt: Prompts = Field(description="Text, token ids, or a list of either; not put into a chat template.")
     n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
+    best_of: int | None = Field(default=None, ge=1, le=MOST_CHOICES, description="No other number than `n`.")
     echo: bool | None = Field(default=None, description="Put the prompt before its answers.")
     suffix: str | None = Field(
         default=None,

@@ -29,7 +29,8 @@ _EFFECTS: Mapping[str, tuple[object, ...]] = {
     "prompt": (),
     "context_management": ([],),
     "max_tool_calls": (),
-    "truncation": ("disabled",),
+    # An input that is too long is refused in any case, and another one needs no truncation.
+    "truncation": ("disabled", "auto"),
 }
 """Fields of this endpoint alone whose effect is not delivered, and the values (besides null) that ask for nothing."""
 

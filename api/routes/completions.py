@@ -14,6 +14,7 @@ from api.bundle import Bundle
 from api.catalog import Catalog, ServedModel
 from api.choices import finish_fields, report_fields, usage_fields
 from api.deps import ServicesDep, json_body
+from api.errors import unsupported
 from api.frames import Frames
 from api.infill import Fill, FillWriter, fill_of, writers_of
 from api.logprobs import LogprobWriter
@@ -67,6 +68,8 @@ async def plan_completion(body: CompletionBody, catalog: Catalog, call: Call) ->
     """Raises `ApiError`."""
     model = await catalog.resolve(body.model, body.lora)
     refuse_replacing(body)
+    if body.best_of not in (None, body.choices):
+        raise unsupported("best_of")
     given = cast(list[str | list[int]], body.prompt)
     prompts = [await model.encode(prompt) if isinstance(prompt, str) else prompt for prompt in given]
     constraint = await constraint_of(body, model.card)

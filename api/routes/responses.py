@@ -241,7 +241,7 @@ def _record(body: ResponseBody, command: Generate, model: ServedModel, messages:
             "tool_choice": body.tool_choice or "auto",
             "tools": [{"description": None, "parameters": None, "strict": True, **tool} for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,
-            "top_p": command.sampling.top_p,
+            "top_p": command.sampling.top_p if body.top_p is None else body.top_p,
             "user": body.user,
         },
         canvas=body.canvas_stream == "frames",

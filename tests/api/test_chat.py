@@ -28,6 +28,10 @@ async def test_messages_go_through_the_models_template(caller: Caller, fleet: Sc
         {"role": "developer", "content": "be kind", "name": "ignored"},
         {"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]},
         {"role": "assistant", "content": None},
+        {"role": "user", "content": "why"},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+        {"role": "user", "content": "oh"},
+        {"role": "assistant", "content": None, "refusal": "never"},
         {"role": "user", "content": "again"},
     ]
     await caller.post(PATH, {"messages": messages})
@@ -35,6 +39,10 @@ async def test_messages_go_through_the_models_template(caller: Caller, fleet: Sc
         {"role": "system", "content": "be kind"},
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": ""},
+        {"role": "user", "content": "why"},
+        {"role": "assistant", "content": "no"},
+        {"role": "user", "content": "oh"},
+        {"role": "assistant", "content": "never"},
         {"role": "user", "content": "again"},
     ]
     assert list(fleet.commands[0].prompt) == byte_level().encode_chat(expected)

@@ -192,7 +192,7 @@ def begun(request_id: str) -> Started:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_answer_names_the_fields_that_nothing_here_knows(caller: Caller, stream: bool) -> None:
-    body = {"prompt": "x", "stream": stream, "tools": None, "n": None, "diffusion": {"threshold": 0.5}}
+    body = {"prompt": "x", "stream": stream, "tools": None, "n": None, "diffusion": {"threshold": 0.5}, "nothing": None}
     assert "x-diffleet-ignored" not in (await caller.post("/generate", body)).headers
     told = await caller.post("/generate", body | {"treshold": 0.5, "n\u00e4me\n": 1})
     assert (told.status, told.headers["x-diffleet-ignored"]) == (200, "treshold, n%C3%A4me%0A")

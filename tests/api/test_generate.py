@@ -85,6 +85,25 @@ async def test_every_field_reaches_the_command(caller: Caller, fleet: ScriptedFl
     assert fleet.queue_limits == [256]
 
 
+async def test_a_top_p_of_nothing_takes_the_most_probable_token(caller: Caller, fleet: ScriptedFleet) -> None:
+    assert (await caller.post("/generate", {"prompt": "x", "temperature": 1, "top_p": 0, "top_k": 9})).status == 200
+    sampling = fleet.commands[0].sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "choices"),
+    [({}, 1), ({"best_of": 1}, 1), ({"n": 2, "best_of": 2}, 2), ({"best_of": 2}, 0), ({"n": 2, "best_of": 1}, 0)],
+)
+async def test_the_best_of_as_many_as_are_asked_for_is_all_of_them(
+    caller: Caller, fleet: ScriptedFleet, fields: dict[str, int], choices: int
+) -> None:
+    answer = await caller.post("/v1/completions", {"prompt": "x"} | fields)
+    assert (answer.status == 200) == bool(choices) and len(fleet.commands) == choices
+    if not choices:
+        assert (answer.error["param"], answer.error["code"]) == ("best_of", "unsupported_parameter")
+
+
 async def test_what_is_unset_is_the_models_own(caller: Caller, fleet: ScriptedFleet) -> None:
     fields = "temperature top_p top_k seed stop stop_token_ids max_nfe block_length stream stream_mode user diffusion"
     await caller.post("/generate", {"prompt": [4, 5]} | dict.fromkeys(fields.split()))

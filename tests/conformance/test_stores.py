@@ -425,7 +425,8 @@ def test_c36_responses_are_cancelled_continued_listed_and_deleted(client: OpenAI
         ({"input": [{"type": "function_call_output"}]}, "input[0].call_id"),
         ({"previous_response_id": "resp_nope"}, "previous_response_id"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "later"}, "truncation"),
+        ({"truncation": "auto", "input": "hi " * 5000}, "input"),
     ):
         error = http.post("/v1/responses", json={"model": MODEL, "input": "hi"} | wrong).json()["error"]
         assert error["param"] == param
