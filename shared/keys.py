@@ -4,6 +4,7 @@ All keys of one request share the hash tag `{model.partition}`, so that a script
 one Cluster slot. A request id carries its partition (`r_<model>.<n>_<ulid>`): whoever knows the id knows every key.
 """
 
+import hashlib
 import os
 import random
 import re
@@ -24,6 +25,12 @@ def ulid(now_ms: int | None = None) -> str:
     milliseconds = time.time_ns() // 1_000_000 if now_ms is None else now_ms
     value = (milliseconds & (2**48 - 1)) << 80 | int.from_bytes(os.urandom(10), "big")
     return "".join(_CROCKFORD[value >> shift & 31] for shift in range(125, -1, -5))
+
+
+def named_ulid(name: str) -> str:
+    """Return what looks like a ULID and is always the same for a name, which it does not tell."""
+    digest = int.from_bytes(hashlib.sha256(name.encode()).digest()[:17], "big")
+    return "".join(_CROCKFORD[digest >> shift & 31] for shift in range(125, -1, -5))
 
 
 def partition(model: str, number: int = 0) -> str:

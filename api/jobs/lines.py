@@ -1,7 +1,6 @@
 """Lines of a batch: read, checked all at once, and run one by one on the bulk lane."""
 
 import asyncio
-import hashlib
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,13 +24,12 @@ from api.schemas import ChatBody, CompletionBody, parse
 from api.trace import trace_context
 from shared.client import FleetUnavailable, QueueFull
 from shared.commands import Generate
-from shared.keys import partition
+from shared.keys import named_ulid, partition
 
 MOST_LINES = 50_000
 _MOST_ERRORS = 100
 """Faults of a file that are listed; the first ones are enough to mend it."""
 _LONGEST_PAUSE_S = 10.0
-_CROCKFORD = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +114,7 @@ async def _split(content: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 def request_id(model: str, batch: str, number: int, index: int) -> str:
     """Return the id of a line's request: the same every time, so that a line that runs again is submitted once."""
-    digest = int.from_bytes(hashlib.sha256(f"{batch} {number} {index}".encode()).digest()[:17], "big")
-    # A ULID has 26 digits of 5 bits.
-    return f"r_{partition(model)}_" + "".join(_CROCKFORD[digest >> shift & 31] for shift in range(125, -1, -5))
+    return f"r_{partition(model)}_{named_ulid(f'{batch} {number} {index}')}"
 
 
 def request_count(body: Mapping[str, Any]) -> int:

@@ -96,11 +96,9 @@ async def answer_chat(plan: ChatPlan, bundle: Bundle) -> dict[str, object]:
     """Read to the end, and return the whole answer; raises as `Bundle`."""
     bundle.writers = plan.writers
     transcripts = await bundle.read_to_end()
-    content = _head(plan) | {
+    content = _head(plan, bundle) | {
         "object": "chat.completion",
-        "choices": [
-            _choice(plan, index, transcript, bundle.told(index)) for index, transcript in enumerate(transcripts)
-        ],
+        "choices": [_choice(plan, bundle, index, transcript) for index, transcript in enumerate(transcripts)],
         "usage": usage_fields(bundle.follows, transcripts, plan.body.choices),
         "service_tier": "default",
     }
@@ -109,14 +107,12 @@ async def answer_chat(plan: ChatPlan, bundle: Bundle) -> dict[str, object]:
     return content
 
 
-def _choice(
-    plan: ChatPlan, index: int, transcript: Transcript, told: Mapping[str, object] | None = None
-) -> dict[str, object]:
+def _choice(plan: ChatPlan, bundle: Bundle, index: int, transcript: Transcript) -> dict[str, object]:
     assert transcript.end is not None, "a bundle that was read to its end has seen every end"
     message: dict[str, object] = {"role": "assistant", "content": transcript.text, "refusal": None}
-    finish = finish_fields(transcript.end, told)
+    finish = finish_fields(transcript.end, bundle.told(index))
     if plan.calls_tools:
-        teller = CallTeller(plan.commands[index].id)
+        teller = CallTeller(bundle.follows[index].request_id)
         message |= teller.message(transcript.text)
         finish |= teller.finish(transcript.end)
     logprobs = None
@@ -133,9 +129,9 @@ async def stream_chat(plan: ChatPlan, bundle: Bundle) -> AsyncGenerator[bytes]:
     include_usage, every_usage = bool(options.include_usage), bool(options.continuous_usage_stats)
     transcripts = [Transcript.of(follow) for follow in bundle.follows]
     canvases = [_canvas(plan, transcript) for transcript in transcripts]
-    tellers = [CallTeller(command.id) if plan.calls_tools else None for command in plan.commands]
+    tellers = [CallTeller(follow.request_id) if plan.calls_tools else None for follow in bundle.follows]
     writers = [LogprobWriter(plan.model.tokenizer) for _ in transcripts]
-    head = _head(plan) | {"object": "chat.completion.chunk"}
+    head = _head(plan, bundle) | {"object": "chat.completion.chunk"}
 
     def chunk(choices: list[dict[str, object]], extra: Mapping[str, object] | None = None, last: bool = False) -> bytes:
         payload: dict[str, object] = {**head, "choices": choices, **(extra or {})}
@@ -187,10 +183,10 @@ async def stream_chat(plan: ChatPlan, bundle: Bundle) -> AsyncGenerator[bytes]:
         yield chunk([], last=True)
 
 
-def _head(plan: ChatPlan) -> dict[str, object]:
+def _head(plan: ChatPlan, bundle: Bundle) -> dict[str, object]:
     """What all objects of one answer share."""
     return {
-        "id": f"chatcmpl-{plan.commands[0].id.rpartition('_')[2]}",
+        "id": f"chatcmpl-{bundle.follows[0].request_id.rpartition('_')[2]}",
         "created": int(time.time()),
         "model": plan.model.name,
         "system_fingerprint": f"fp_{plan.model.card.digest[:12]}",

@@ -95,7 +95,7 @@ async def answer_completion(plan: CompletionPlan, bundle: Bundle) -> dict[str, o
             _choice(index, echo + transcript.text) | told | finish_fields(transcript.end, bundle.told(index))
         )
     usage = usage_fields(bundle.follows, transcripts, plan.body.choices)
-    content = _head(plan) | {"choices": choices, "usage": usage}
+    content = _head(plan, bundle) | {"choices": choices, "usage": usage}
     if plan.body.diffusion and plan.body.diffusion.report:
         content["diffusion"] = [report_fields(transcript, plan.model) for transcript in transcripts]
     return content
@@ -111,7 +111,7 @@ async def stream_completion(plan: CompletionPlan, bundle: Bundle) -> AsyncGenera
     framed = plan.body.canvas_stream != "append"
     frames = [Frames(plan.model.tokenizer, detail or "tokens") for _ in transcripts]
     writers = [LogprobWriter(plan.model.tokenizer) for _ in transcripts]
-    head = _head(plan)
+    head = _head(plan, bundle)
 
     def chunk(choices: list[dict[str, object]], extra: Mapping[str, object] | None = None, last: bool = False) -> bytes:
         payload: dict[str, object] = {**head, "choices": choices, **(extra or {})}
@@ -152,9 +152,9 @@ async def stream_completion(plan: CompletionPlan, bundle: Bundle) -> AsyncGenera
         yield chunk([], last=True)
 
 
-def _head(plan: CompletionPlan) -> dict[str, object]:
+def _head(plan: CompletionPlan, bundle: Bundle) -> dict[str, object]:
     return {
-        "id": f"cmpl-{plan.commands[0].id.rpartition('_')[2]}",
+        "id": f"cmpl-{bundle.follows[0].request_id.rpartition('_')[2]}",
         "object": "text_completion",
         "created": int(time.time()),
         "model": plan.model.name,

@@ -48,12 +48,14 @@ async def generate(
     name_request(request, follow.request_id)
     writer = None if body.logprobs is None else LogprobWriter(model.tokenizer)
     if body.stream:
-        return EventStream(follow, _frames(follow, model, writer), lambda error: frame(_error(command.id, error)))
+        return EventStream(
+            follow, _frames(follow, model, writer), lambda error: frame(_error(follow.request_id, error))
+        )
     transcript, end = await read_to_end(follow, keep_deltas=writer is not None)
     told: dict[str, object] = {}
     if writer is not None:
         told = {"logprobs": [entry for delta in transcript.deltas for entry in writer.native(delta)]}
-    return json_response({"id": command.id, "model": model.name} | _result(transcript, end) | told)
+    return json_response({"id": follow.request_id, "model": model.name} | _result(transcript, end) | told)
 
 
 @router.get("/generate/{request_id:path}", responses=ERROR_RESPONSES)

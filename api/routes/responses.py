@@ -32,7 +32,7 @@ from shared.client import Result
 from shared.commands import COUNT_LIMIT, Generate
 from shared.constraints import ToolCalls
 from shared.events import Delta, Finished, Queued, Snapshot, Started
-from shared.keys import ulid
+from shared.keys import named_ulid
 from shared.telemetry import note
 from shared.text import Tokenizer
 
@@ -66,9 +66,7 @@ async def plan_lone_response(body: ResponseBody, catalog: Catalog, call: Call) -
             raise invalid(name, f"{name} must not be set in a batch, which stores no responses")
     check_effects(body)
     body = body.model_copy(update={"store": False})
-    plan = await _plan(body, await catalog.resolve(body.model, body.lora), to_messages(body.input), call)
-    # The same every time, as the request's.
-    return replace(plan, record=replace(plan.record, id=f"resp_{plan.command.id.rpartition('_')[2].lower()}"))
+    return await _plan(body, await catalog.resolve(body.model, body.lora), to_messages(body.input), call)
 
 
 @router.post("/v1/responses", openapi_extra=request_body(ResponseBody), responses=STREAM_RESPONSES)
@@ -93,6 +91,12 @@ async def create(
     follow = services.relay.submit(command, request.receive, _retained(terms, services) if body.stored else terms)
     try:
         await follow.wait_for_admission()
+        if follow.request_id != record.request_id:
+            # An Idempotency-Key has named an earlier call.
+            record = replace(record, id=_response_id(follow.request_id), request_id=follow.request_id)
+            if body.stored:
+                record = await services.stores.responses.find(caller.id, record.id) or record
+            plan = replace(plan, record=record)
         if body.stored:
             await services.stores.responses.save(caller.id, record, _life_ms(services))
         if body.background and not body.stream:
@@ -218,9 +222,14 @@ async def _conversation(body: ResponseBody, services: Services, caller: Caller) 
     return before + to_messages(body.input, before)
 
 
+def _response_id(request_id: str) -> str:
+    """Return the id of a request's response: always the same one, from which nobody learns the request's."""
+    return f"resp_{named_ulid(request_id)}"
+
+
 def _record(body: ResponseBody, command: Generate, model: ServedModel, messages: list[dict[str, Any]]) -> Record:
     return Record(
-        id=f"resp_{ulid()}",
+        id=_response_id(command.id),
         request_id=command.id,
         model=command.model,
         created_at=int(time.time()),

@@ -222,7 +222,7 @@ async def test_a_late_failure_becomes_an_error_event(caller: Caller, fleet: Scri
     append, error = await stream(caller)
     assert append["event"] == "append"
     assert error["event"] == "error"
-    assert error["id"] == fleet.commands[0].id
+    assert error["id"] == append["id"]
     assert error["message"] == "logits are NaN"
     assert error["error"] == {
         "message": "logits are NaN",

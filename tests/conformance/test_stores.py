@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import signal
 from collections.abc import Sequence
 from typing import Any
@@ -519,3 +520,53 @@ def test_c39_metrics_count_a_known_load(fleet: LiveFleet) -> None:
     assert totals["vllm:diffusion_num_canvas_positions_total"] == 16 * sum(usage["blocks"] for usage in usages)
     assert totals["vllm:request_success_total"] == totals["vllm:e2e_request_latency_seconds_count"] == 5
     front.end()
+
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/generate", {"prompt": "Once"}),
+        ("/v1/completions", {"prompt": "Once", "n": 2}),
+        ("/v1/chat/completions", {"messages": ASK}),
+        ("/v1/chat/completions", {"messages": ASK, "tools": [TOOL], "tool_choice": "required", "max_tokens": 64}),
+        ("/v1/responses", {"input": "What is 12 + 30?", "max_output_tokens": 16}),
+        ("/v1/responses", {"input": "What is 12 + 30?", "max_output_tokens": 16, "store": False}),
+    ],
+)
+def test_a_call_that_is_repeated_under_its_key_has_the_same_ids(
+    http: httpx.Client, path: str, fields: dict[str, Any], stream: bool
+) -> None:
+    key = {"Idempotency-Key": f"{path} {stream} {sorted(fields)}".replace(" ", "-")}
+    body = {"model": MODEL, "max_tokens": 16, "temperature": 1.5, "stream": stream} | fields
+    first, second = (http.post(path, json=body, headers=key) for _ in range(2))
+    assert (first.status_code, second.status_code) == (200, 200), second.text
+    ids = [re.findall(r'"(?:id|call_id|response_id)":"([^"]+)"', answer.text) for answer in (first, second)]
+    assert set(ids[0]) == set(ids[1]) and ids[0]
+    # What they name is there.
+    for name in set(ids[1]):
+        if name.startswith("r_"):
+            assert http.get(f"/generate/{name}").json()["state"] == "done"
+        if name.startswith("resp_"):
+            found = http.get(f"/v1/responses/{name}")
+            assert found.status_code == (404 if fields.get("store") is False else 200)
+            assert found.status_code == 404 or found.json()["status"] in ("completed", "incomplete")
+
+
+def test_a_background_response_that_is_asked_for_again_under_its_key_is_the_same(http: httpx.Client) -> None:
+    body = {"model": MODEL, "input": "Tell me a story.", "max_output_tokens": 24, "background": True}
+    first, second = (
+        http.post("/v1/responses", json=body, headers={"Idempotency-Key": "background-1"}).json() for _ in range(2)
+    )
+    assert first["id"] == second["id"] and first["created_at"] == second["created_at"]
+
+    def ended() -> bool:
+        return http.get(f"/v1/responses/{first['id']}").json()["status"] in ("completed", "incomplete")
+
+    until(ended, "the response has ended")
