@@ -13,7 +13,7 @@ All other rows (chunks of prompts, filters, guides, other strategies) run beside
 
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as ReadOnly
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -34,6 +34,8 @@ from worker.runner import Runner, divisor, is_cut, is_greedy
 MAX_ROWS = 256
 """More rows than this are decided by the plain runner."""
 
+_REACH = 1024
+"""Positions that rows see when it is measured what they take."""
 _FRESH_SHARE = 0.1
 """Of each step in the mean number of positions that a row accepts."""
 
@@ -219,9 +221,18 @@ class AheadRunner:
             known = Prices(
                 {slots: ms for slots, ms in layers.items() if ms is not None},
                 {room: ms for room, ms in head.items() if ms is not None},
+                self._price_of_keys(size, layers) if len(layers) > 1 else 0.0,
             )
             if known.layers and known.head:
                 self._prices[size] = known
+
+    def _price_of_keys(self, rows: int, layers: Mapping[int, float | None]) -> float:
+        """Return what a position more that a row sees takes; `layers` is what rows take that see nothing."""
+        layout, fewest = self._layout, min(layers)
+        reach = min(_REACH, layout.pages * layout.page_size - 2 * layout.block)
+        near = layers[fewest]
+        far = None if near is None or reach < layout.block else self._graphs.measure(rows, fewest, reach)
+        return 0.0 if near is None or far is None else max(0.0, far - near) / (rows * reach)
 
     def choices(self) -> dict[str, object]:
         """Return what steps were launched, (rows, slots, room): how many, and what the sizes take, for reports."""
@@ -357,7 +368,9 @@ class AheadRunner:
             under_way = [behind.asked[name] for name in sorted(there, key=behind.seats.__getitem__)]
         need = foresee(under_way, fresh.values(), self._layout.block, slots, room, self._pace)
         prices = self._prices.get(size)
-        slots = at_least(self._slots[size], need.waiting) if prices is None else prices.slots(size, need.waiting)
+        slots = (
+            at_least(self._slots[size], need.waiting) if prices is None else prices.slots(size, need.waiting, need.seen)
+        )
         rooms = self._room[size]
         return slots, rooms[-1] if self._crowded else at_least(rooms, need.room(slots, self._layout.block))
 

@@ -46,6 +46,8 @@ class Need:
     """Masked positions of all rows."""
     variance: float
     """Of `masked`."""
+    seen: float = 0.0
+    """Positions that all rows see before their blocks."""
 
     def room(self, slots: int, block: int) -> int:
         """Return for how many masked positions there should be room, if there are so many slots."""
@@ -67,15 +69,17 @@ def foresee(
     `under_way` are the states before that step of rows that are in it, in order of their places; `fresh` are those of
     rows that were put there behind it. `pace` is how many positions a row accepts in a step.
     """
-    waiting = masked = variance = 0.0
+    waiting = masked = variance = seen = 0.0
     taken = used = 0
     for state in fresh:
         waiting += state[Field.COMMIT]
         masked += state[Field.MISSING]
+        seen += state[Field.START]
     for state in under_way:
         if not state[Field.LIVE]:
             continue
         missing = state[Field.MISSING]
+        seen += state[Field.START]
         if state[Field.COMMIT]:
             taken += 1
             if taken > slots:
@@ -91,7 +95,7 @@ def foresee(
         if following:
             waiting += ends
             variance += ends * (1 - ends) * following**2
-    return Need(waiting, masked, variance)
+    return Need(waiting, masked, variance, seen)
 
 
 def _acceptance(state: ReadOnly[int], block: int, missing: int, pace: float) -> tuple[float, float]:
@@ -116,13 +120,16 @@ class Prices:
     """By slots."""
     head: Mapping[int, float]
     """By room."""
+    keys: float = 0.0
+    """For each position that a row sees before its block."""
 
-    def slots(self, rows: int, waiting: float) -> int:
-        """Return how many slots are worth their time: each saves a row a step that decides nothing."""
+    def slots(self, rows: int, waiting: float, seen: float = 0.0) -> int:
+        """Return how many slots are worth their time: each saves a row a step that decides nothing, but reads all that
+        the row sees. The rows see `seen` positions together."""
         if not self.layers:
             raise ValueError("no prices")
         alone = self.layers[min(self.layers)]
-        saved = (alone + min(self.head.values())) / rows
+        saved = (alone + min(self.head.values()) + self.keys * seen) / rows
         return max(sorted(self.layers), key=lambda slots: min(slots, waiting) * saved - self.layers[slots])
 
 

@@ -147,10 +147,22 @@ class StepGraphs:
             torch.cuda.synchronize(self._model.device)
             torch.cuda.empty_cache()
 
-    def measure(self, rows: int, slots: int) -> float | None:
-        """Return the ms that the layers take for resting rows; None if they are not captured."""
+    @torch.inference_mode()
+    def measure(self, rows: int, slots: int, reach: int = 0) -> float | None:
+        """Return the ms that the layers take, for resting rows or for rows that see `reach` positions before their
+        block; None if they are not captured. Those rows write to any pages: only before pages are in use."""
         graph = self._layers.get((rows, slots, False))
-        return None if graph is None else _replay_ms(graph)
+        if graph is None or not reach:
+            return None if graph is None else _replay_ms(graph)
+        kept, layout = self.state[:rows].clone(), self.layout
+        start = reach // layout.block * layout.block
+        pages = torch.arange(rows * layout.pages, device=self.state.device) % max(1, layout.scratch)
+        self.state[:rows] = 0
+        self.state[:rows, Field.LIVE], self.state[:rows, Field.START] = 1, start
+        self.state[:rows, layout.table] = pages.view(rows, -1)
+        ms = _replay_ms(graph)
+        self.state[:rows] = kept
+        return ms
 
     def measure_head(self, rows: int, room: int) -> float | None:
         """Return the ms that the rest of a step takes; None if it is not captured."""

@@ -174,7 +174,7 @@ def expected_us(tiling: Tiling, rows: int, inputs: int, tokens: int, room: Room)
 
 # Only tilings that have been checked and timed on a card: groups, tokens, cluster.
 _GATED = (
-    *(Tiling(3, tokens, 1, 2) for tokens in (32, 64, 128, 160, 192, 256)),
+    *(Tiling(3, tokens, 1, 2) for tokens in (32, 64, 128, 160, 192, 224, 256)),
     *(Tiling(3, tokens, 2) for tokens in (128, 160, 192, 256)),
     *(Tiling(3, tokens) for tokens in (32, 64, 128, 160, 192, 256)),
     Tiling(2, 128, 1, 2),
@@ -185,7 +185,7 @@ _GATED = (
 _PLAIN = (
     *(Tiling(1, tokens) for tokens in (32, 64, 128)),
     *(Tiling(1, tokens, 1, 2) for tokens in (32, 64, 96, 128, 192)),
-    *(Tiling(1, tokens, 2) for tokens in (32, 64, 80, 96, 144, 160, 192, 256)),
+    *(Tiling(1, tokens, 2) for tokens in (32, 64, 80, 96, 112, 144, 160, 176, 192, 256)),
     *(Tiling(2, tokens, 2) for tokens in (64, 80, 96, 128, 192, 256)),
     *(Tiling(3, tokens, 2) for tokens in (96, 128, 144, 160, 256)),
     *(Tiling(1, tokens, 1, 1, 2) for tokens in (32, 128)),

@@ -109,6 +109,34 @@ def test_slots_are_taken_while_a_row_s_step_costs_more(waiting, slots):
     assert prices.slots(8, waiting) == slots
 
 
+def test_a_row_s_step_costs_what_its_keys_take_too():
+    """64 rows of 4 by an H100's times: with 32 slots for 44 rows, 12 of them spent a step that reads all keys."""
+    prices = Prices({0: 6.63, 8: 7.5, 16: 7.78, 32: 8.74, 64: 10.52}, {256: 0.557}, keys=3.83 / (64 * 1152))
+    assert prices.slots(64, 44.0) == 32
+    assert prices.slots(64, 44.0, 64 * 1152.0) == 64
+
+
+@given(
+    st.dictionaries(st.integers(1, 64), st.integers(1, 4000), max_size=4),
+    st.integers(0, 64),
+    st.tuples(st.integers(0, 100), st.integers(0, 100)).map(sorted),
+)
+def test_the_more_rows_see_the_more_rows_get_slots(layers, waiting, seen):
+    prices = Prices({0: 5, **layers}, {32: 1}, keys=1)
+    few, many = (prices.slots(1, waiting, each) for each in seen)
+    assert min(few, waiting) <= min(many, waiting)
+
+
+def test_what_rows_see_is_foreseen_for_those_that_stay_and_those_that_come():
+    def row(start: int, live: int = 1) -> list[int]:
+        state = [0] * LAYOUT.width
+        state[Field.LIVE], state[Field.START], state[Field.LIMIT] = live, start, start + 64
+        state[Field.RULE], state[Field.MISSING] = Rule.STATIC, BLOCK
+        return state
+
+    assert foresee([row(64), row(4096, 0), row(96)], [row(32)], BLOCK, 0, 4 * BLOCK, 1.0).seen == 64 + 96 + 32
+
+
 def test_slots_that_cost_a_step_are_not_taken():
     assert Prices({0: 9.0, 4: 14.0, 8: 19.0}, {32: 0.5}).slots(8, 8.0) == 0
 
@@ -119,4 +147,4 @@ def test_every_column_of_a_state_is_one_that_was_thought_of():
         *("LIVE", "START", "LIMIT", "STEP", "COMMIT", "RULE", "THRESHOLD", "STEPS", "FILLER_RULES", "DRAWS", "SEED"),
         *("TEMPERATURE", "END", "MISSING", "ADAPTER", "SCALE"),
     }
-    assert {each.name for each in fields(Need)} == {"waiting", "masked", "variance"}
+    assert {each.name for each in fields(Need)} == {"waiting", "masked", "variance", "seen"}

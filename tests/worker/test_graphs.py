@@ -172,6 +172,18 @@ def test_a_replayed_graph_does_what_the_step_does_op_by_op(model, slots, room, d
 
 @pytest.mark.gpu
 @on_gpu
+def test_measuring_what_keys_take_leaves_rows_as_they_were(model):
+    graphs = _resting(model, 3)
+    assert graphs.measure(3, 0, 2 * BLOCK) is None
+    graphs.capture(3, 0)
+    before = graphs.state.clone()
+    for reach in (0, BLOCK, 4 * BLOCK):
+        ms = graphs.measure(3, 0, reach)
+        assert ms is not None and ms > 0 and torch.equal(graphs.state, before)
+
+
+@pytest.mark.gpu
+@on_gpu
 def test_no_step_waits_for_the_device(model):
     graphs = _resting(model, 3)
     graphs.capture(3, 2)

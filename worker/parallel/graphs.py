@@ -40,9 +40,9 @@ class LedGraphs(StepGraphs):
         self._told("tidy")
         super().tidy()
 
-    def measure(self, rows: int, slots: int) -> float | None:
-        self._told("measure", rows, slots)
-        return super().measure(rows, slots)
+    def measure(self, rows: int, slots: int, reach: int = 0) -> float | None:
+        self._told("measure", rows, slots, reach)
+        return super().measure(rows, slots, reach)
 
     def measure_head(self, rows: int, room: int) -> float | None:
         self._told("measure_head", rows, room)
