@@ -164,10 +164,12 @@ def choose_tile(
         # Blocks of 4 with 8 KV heads: 97.7 and 51.2 us for 64 and 32 rows, 100.2 and 52.2 by the best of 64 keys.
         return Tile(16, 32, 4, 3, True) if pairs > multiprocessors else Tile(16, 64, 4, 3, True)
     # Measured (docs/benchmarks). Two programs share a multiprocessor, so that one multiplies while the other weighs.
-    # Where there are enough of twice the rows, keys and values come out of the second-level cache half as often.
+    # Of twice the rows, keys and values come out of the second-level cache half as often; but a turn of such tiles, two
+    # for each multiprocessor, takes as long as it does when it is full.
     if not small and packed >= _LONG:
         return Tile(128, 64, 8, 2, True, 128)
-    if not small and packed % 128 == 0 and pairs * (packed // 128) > multiprocessors:
+    tiles, turn = pairs * packed // 128, 2 * multiprocessors
+    if not small and packed % 128 == 0 and 4 * tiles >= 3 * turn * triton.cdiv(tiles, turn):
         return Tile(128, 32, 8, 3, True, 128)
     return Tile(64, 64, 4, 3, True)
 

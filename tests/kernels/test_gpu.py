@@ -221,6 +221,18 @@ def test_few_packed_rows_take_the_tiles_that_were_timed():
     assert choose_tile(16, 8 * 8, 128, 2, 132) == choose_tile(16, 8, 128, 2, 132) == Tile(16, 64, 4, 3, True)
 
 
+@pytest.mark.parametrize(
+    "rows, slots, kv_heads, block_m",
+    [(8, 0, 8, 64), (8, 4, 8, 64), (16, 2, 8, 64), (32, 0, 8, 128), (32, 4, 8, 64), (64, 0, 8, 128)]
+    + [(32, 0, 4, 64), (32, 4, 4, 64), (64, 0, 4, 128), (64, 8, 4, 64), (64, 16, 4, 64)],
+)
+def test_blocks_of_32_take_the_tiles_that_were_faster_on_a_card(rows, slots, kv_heads, block_m):
+    """Tiles of 128 packed rows where they nearly fill their turns, at two for each of 132 multiprocessors."""
+    longest = 64 if slots else 32
+    pairs = -(-32 * (rows + slots) // longest) * kv_heads
+    assert choose_tile(4 * longest, pairs, 128, 2, 132).block_m == block_m
+
+
 @pytest.mark.parametrize("tokens", [1, 4, 32, 50, 64])
 @pytest.mark.parametrize("columns, inputs", [(64, 512), (200, 330)] + ([(6144, 4096), (4096, 12288)] if ON_GPU else []))
 @pytest.mark.parametrize("splits", [1, 2, 4])
