@@ -38,11 +38,16 @@ async def discard_webhooks(redis_url: str, subject_ids: Sequence[str]) -> None:
 
 
 async def _each(subject_ids: Sequence[str], act: Callable[[str], Awaitable[bool]], done: str) -> None:
+    """Do something with each message and print that, also behind one that is refused."""
+    refused: list[str] = []
     for subject_id in subject_ids:
         try:
             found = await act(subject_id)
         except ValueError:
             found = False
-        if not found:
-            raise Stop(Exit.REFUSED, f"no webhook about {subject_id[:120]!r} was given up")
-        print(f"{subject_id}  {done}")
+        if found:
+            print(f"{subject_id}  {done}")
+        else:
+            refused.append(f"no webhook about {subject_id[:120]!r} was given up")
+    if refused:
+        raise Stop(Exit.REFUSED, "; ".join(refused))

@@ -250,7 +250,8 @@ def test_an_operator_lists_replays_and_discards_over_http_and_in_the_terminal(
 
     listed = diffleet()
     assert first.id in listed and second.id in listed and "http_400" in listed
-    assert diffleet("--replay", first.id).startswith(f"0 {first.id}  due again")
+    replayed = diffleet("--replay", "nonsense", "--replay", first.id)
+    assert replayed.startswith(f"4 {first.id}  due again") and "'nonsense' was given up" in replayed
     until(lambda: len(bench.receiver.told) == 3, "it was told")
     front = Front(tmp_path, redis_url).wait_live()
     try:
