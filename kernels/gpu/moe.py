@@ -45,7 +45,7 @@ def mix(
     logits = logits if logits.is_contiguous() else logits.contiguous()
     ids = torch.empty((tokens, router.top_k), dtype=torch.int32, device=x.device)
     weights = torch.empty((tokens, router.top_k), dtype=torch.float32, device=x.device)
-    layout = _lay_out(x, router.top_k, gate_up, down, shared=shared)
+    layout = _lay_out(x, router.top_k, gate_up, down, shared=shared, everywhere=logits.shape[1])
     choose(logits, router, bias, None, None, ids, weights, layout.lists, first)
     return _multiply_all(x, ids, weights, gate_up, down, layout)
 
@@ -74,13 +74,21 @@ class _Layout:
     """How both products go in one launch, if they do."""
 
 
-def _lay_out(x: Tensor, top_k: int, gate_up: Tensor, down: Tensor, *, shared: bool) -> _Layout:
-    """Return room for the lists of the tokens of x. Raises `ValueError` for shapes that do not go together."""
+def _lay_out(
+    x: Tensor, top_k: int, gate_up: Tensor, down: Tensor, *, shared: bool, everywhere: int | None = None
+) -> _Layout:
+    """Return room for the lists of the tokens of x.
+
+    `everywhere` are the experts that tokens choose from, None: those that lie here. Raises `ValueError` for shapes that
+    do not go together.
+    """
     tokens, hidden = x.shape
     stacked, double, width = gate_up.shape
     if width != hidden or down.shape != (stacked, hidden, double // 2):
         raise ValueError(f"x {list(x.shape)} does not go with experts {list(gate_up.shape)} and {list(down.shape)}")
-    count, pairs = stacked - shared, tokens * top_k
+    count = stacked - shared
+    # What comes here if all are chosen alike.
+    pairs = tokens * top_k * count // (everywhere or count)
     together = _fit_together(x, pairs, down, count)
     block_m = together.tokens if together else _tile_rows(pairs, count, x.dtype)
     return _Layout(make_lists(tokens, top_k, count, block_m, x.device, shared=shared), together)

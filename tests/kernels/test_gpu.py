@@ -514,6 +514,15 @@ def test_a_router_with_a_capacity_does_not_mix_without_the_blocks_of_its_tokens(
         kernels.gpu.moe.mix(x, x[:, :24], _ROUTERS["llada2.2"], weight, weight[:, :, :16])
 
 
+@pytest.mark.parametrize("ranks", (1, 2, 8))
+def test_tiles_are_chosen_by_the_tokens_that_come_to_an_expert_wherever_the_others_lie(ranks):
+    x, count = torch.zeros(1024, 128, dtype=NARROW, device=DEVICE), 64 // ranks
+    gate_up, down = x.new_zeros(count, 128, 128), x.new_zeros(count, 128, 64)
+    layout = kernels.gpu.moe._lay_out(x, 2, gate_up, down, shared=False, everywhere=64)
+    assert layout.lists.block_m == 64  # 32 tokens an expert
+    assert layout.lists.tiles >= count + 1024 * 2 // 64 - 1  # all may come here
+
+
 @pytest.mark.parametrize("each", (2, 10, 40, 80))
 @pytest.mark.parametrize("tokens, favourite", [(150, 2), (150, 0), (200, None)])
 def test_products_in_one_launch_agree_with_those_in_two_however_unevenly_tokens_are_spread(
