@@ -31,7 +31,9 @@ class Fleet(Protocol):
         """
         ...
 
-    async def submit(self, command: Generate, *, queue_limit: int | None = ..., retention_ms: int = ...) -> object:
+    async def submit(
+        self, command: Generate, *, queue_limit: int | None = ..., tenant: str = ..., retention_ms: int = ...
+    ) -> object:
         """Queue; raises as `run`. Submitting the same id again changes nothing."""
         ...
 

@@ -458,7 +458,8 @@ class FleetClient:
         fresh = await self._dead_letters.name_replay(request_id)
         if fresh is None:
             raise UnknownRequest(request_id)
-        submitted = await self.submit(command.model_copy(update={"id": fresh}))
+        tenant = await self._dead_letters.tenant(request_id)
+        submitted = await self.submit(command.model_copy(update={"id": fresh}), tenant=tenant)
         await self._dead_letters.discard(request_id)
         return submitted
 

@@ -3,10 +3,13 @@
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+from pydantic import ValidationError
+
 from shared.commands import Generate, InvalidCommand, UnsupportedCommand, decode_command
 from shared.connection import Link
 from shared.keys import Keys, partition, ulid
 from shared.lua import script
+from shared.webhooks import Recipient
 
 _PAGE = 256
 
@@ -58,6 +61,18 @@ class DeadLetters:
             return decode_command(payload)
         except (InvalidCommand, UnsupportedCommand):
             return None
+
+    async def tenant(self, request_id: str) -> str:
+        """Return who has asked for a dead request, as far as it is known: who is counted, or told by a webhook."""
+        keys = Keys.of(request_id)
+        counted: bytes | None = await self._link.read("HGET", keys.request(request_id), "ten")
+        told: bytes | None = await self._link.read("HGET", keys.hook(request_id), "to")
+        if counted is not None or told is None:
+            return (counted or b"").decode(errors="replace")
+        try:
+            return Recipient.model_validate_json(told).tenant
+        except ValidationError:
+            return ""
 
     async def name_replay(self, request_id: str) -> str | None:
         """Return the id under which to submit a dead request again, the same for all who ask; None if there is none."""

@@ -189,7 +189,8 @@ async def replay_dead_letter(request_id: str, services: ServicesDep) -> Response
     fresh = None if command is None else await letters.name_replay(request_id)
     if command is None or fresh is None:
         raise await _no_dead_letter(services, request_id)
-    await services.fleet.submit(command.model_copy(update={"id": fresh}), queue_limit=services.settings.queue_limit)
+    again, tenant = command.model_copy(update={"id": fresh}), await letters.tenant(request_id)
+    await services.fleet.submit(again, queue_limit=services.settings.queue_limit, tenant=tenant)
     await letters.discard(request_id)
     return json_response({"object": "request", "id": fresh, "replays": request_id}, 202)
 

@@ -125,7 +125,9 @@ class ScriptedFleet:
         finally:
             self.closed += 1
 
-    async def submit(self, command: Generate, *, queue_limit: int | None = None, retention_ms: int = 0) -> object:
+    async def submit(
+        self, command: Generate, *, queue_limit: int | None = None, tenant: str = "", retention_ms: int = 0
+    ) -> object:
         raise NotImplementedError
 
     def stream(self, request_id: str, after: int = 0, previews: bool = True) -> AsyncGenerator[Event]:

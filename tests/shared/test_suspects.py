@@ -7,13 +7,17 @@ from typing import Any
 
 import pytest
 
+from shared.admission import Admission
 from shared.client import QUEUE_LIMIT, FleetClient, QueueFull, UnknownRequest
+from shared.commands import Generate, Webhook
+from shared.connection import Link
 from shared.dead_letters import Fate
 from shared.events import Failed
 from shared.heart import Heart
 from shared.keys import Keys, ulid
 from shared.queue import Claim, Outcome, WorkerQueue
 from shared.roster import WorkerInfo
+from shared.webhooks import WebhookStore
 from tests.shared.protocol_for_tests import (
     MODEL,
     card_of,
@@ -303,9 +307,11 @@ async def test_a_worker_that_comes_back_acquits_what_it_ran(
     assert (claim.attempt, third.on_probation) == (2, False)
 
 
-async def die(fleet: FleetClient, new_queue: NewQueue, redis: Any) -> str:
+async def die(
+    fleet: FleetClient, new_queue: NewQueue, redis: Any, command: Generate | None = None, tenant: str = ""
+) -> str:
     """Return a request that has killed all workers which ran it."""
-    [request_id] = await submit(fleet, 1)
+    request_id = (await fleet.submit(command or command_for(), tenant=tenant)).id
     for number in range(4):
         crash(redis, await new_queue(f"w{number}").take(1))
     assert await new_queue("last").take(1) == []
@@ -336,6 +342,23 @@ async def test_a_dead_letter_is_replayed_once_under_a_new_id(
     assert (claim.id, claim.attempt, queue.on_probation) == (again.id, 1, False)
     await finish(queue, claim)
     assert (await fleet.result(again.id)).state == "done"
+
+
+@pytest.mark.parametrize("limit", [0, 5])
+async def test_a_replay_is_its_owners_who_is_told_of_its_end(
+    redis_url: str, new_queue: NewQueue, fleet_redis: Any, limit: int
+) -> None:
+    hooked = command_for().model_copy(update={"webhook": Webhook(url="https://receiver.example/")})
+    async with FleetClient.connect(redis_url, admission=Admission(tenant_limit=limit)) as fleet:
+        dead = await die(fleet, new_queue, fleet_redis, hooked, "team")
+        again = await fleet.replay(dead)
+    queue = new_queue("healed")
+    [claim] = await queue.take(1)
+    await finish(queue, claim)
+    link = Link.open(redis_url)
+    told = await WebhookStore(link).take(Keys(f"{MODEL}.0"), 5, 60_000)
+    await link.close()
+    assert {(one.id, one.to.tenant) for one in told} == {(dead, "team"), (again.id, "team")}
 
 
 async def test_a_replay_that_is_asked_for_again_runs_nothing_twice(
