@@ -12,7 +12,7 @@ from kernels.moe import router_logits as plain_logits
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    if x.dtype == torch.float32:
+    if x.element_size() > 2:
         return plain_logits(x, weight)
     return multiply_exactly(x, weight)
 

@@ -36,4 +36,5 @@ def test_tokens_are_routed_by_a_float32_product_whichever_way_it_is_made(tokens)
     weight = normal(16, 64, dtype=torch.float32, seed=2)
     expected = kernels.moe.router_logits(x, weight)
     assert relative_error(kernels.gpu.router.router_logits(x, weight), expected) < 3e-6
-    assert torch.equal(kernels.gpu.router.router_logits(x.float(), weight), expected)
+    for wide in (x.float(), x.double()):
+        assert torch.equal(kernels.gpu.router.router_logits(wide, weight), expected)
