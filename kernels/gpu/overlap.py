@@ -1,7 +1,8 @@
 """Programmatic dependent launch: a kernel is set up while the one before it drains, and waits before it reads.
 
 A decode step is some 300 short kernels; the gap between two of them is about as long as the smallest of them runs.
-Every kernel calls `wait_for_inputs` before its first access to memory that another kernel of the step writes or reads.
+Every kernel calls `wait_for_inputs` or `release_and_wait` before its first access to memory that a kernel not long
+before it writes or reads. What is older may be read before: a step's plan, who runs under which adapter.
 """
 
 import functools
@@ -28,8 +29,8 @@ def release_and_wait(OVERLAP: tl.constexpr):
     """Let the next kernel be set up, then wait until those before this one have finished.
 
     For kernels that take little room and stand before a product: its blocks ask for weights as soon as a multiprocessor
-    is free, while this one still waits. Between a kernel that writes what another reads before its wait, and that one,
-    must stand one that waits first.
+    is free, while this one still waits. A kernel that reads something before its wait relies on one in between that
+    waited before it released: the embedding of a step's tokens, which is PyTorch's, or a product.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -38,6 +39,6 @@ def release_and_wait(OVERLAP: tl.constexpr):
 
 @functools.cache
 def overlap_options(device: torch.device) -> dict[str, bool]:
-    """Return the launch options of a kernel that calls `wait_for_inputs`: on from Hopper up."""
+    """Return the launch options of a kernel that calls one of these: on from Hopper up."""
     able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     return {"OVERLAP": True, "launch_pdl": True} if able else {"OVERLAP": False}
