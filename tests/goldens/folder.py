@@ -54,12 +54,16 @@ def _arrays(path: Path) -> dict[str, Tensor]:
 
 @cache
 def _model(path: Path, dtype: torch.dtype) -> LoadedModel:
+    # What is exact is computed where every operation has float64.
+    return load_golden(path, dtype, "cpu" if dtype == torch.float64 else DEVICE)
+
+
+def load_golden(path: Path, dtype: torch.dtype, device: torch.device | str) -> LoadedModel:
+    """Load a golden checkpoint, with the ids that its config files lack."""
     checkpoint = read_checkpoint(path)
     special = json.loads((path / "golden.json").read_bytes()).get("special_tokens", {})
     # A family whose loop takes the mask as an argument has it in no config file, and its own id is beyond this size.
     config = {"mask_token_id": special.get("mask"), **checkpoint.config}
-    # What is exact is computed where every operation has float64.
-    device = "cpu" if dtype == torch.float64 else DEVICE
     model = load_checkpoint(replace(checkpoint, config=config), device=device, dtype=dtype)
     return replace(model, kv_dtype=FP8) if SMALL_KV else model
 

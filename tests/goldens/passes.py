@@ -48,7 +48,7 @@ def to_passes(folder: GoldenFolder, entry: Entry) -> list[Pass]:
 
 @torch.inference_mode()
 def run_pass(model: LoadedModel, wanted: Pass, page_size: int = 8, lora: LowRank | None = None) -> Tensor:
-    """Return our logits [compared, vocab] for what `wanted` compares, on the CPU."""
+    """Return our logits [compared, vocab] for what `wanted` compares, on the host."""
     count = -(-len(wanted.token_ids) // page_size)
     # Pages in falling order: a row's positions lie nowhere near each other.
     pages = [list(range(count - 1, -1, -1))]
@@ -64,7 +64,7 @@ def run_pass(model: LoadedModel, wanted: Pass, page_size: int = 8, lora: LowRank
 def run_canvas(
     model: LoadedModel, prompt: Tensor, canvas: Tensor, believed: Tensor | None, lora: LowRank | None = None
 ) -> Tensor:
-    """Return our logits [canvas, vocab] for a canvas behind its prompt (DiffusionGemma).
+    """Return our logits [canvas, vocab], on the host, for a canvas behind its prompt (DiffusionGemma).
 
     `believed` [canvas, vocab] are the logits of the step before; None: it is the first. `lora` is for the prompt's
     tokens and the canvas's behind them.
@@ -75,25 +75,26 @@ def run_canvas(
     kinds = [Attention.CAUSAL] * first + [Attention.BLOCK_CAUSAL] * len(canvas)
     near = [near_view(kind, i, model.spec.sliding_window, first, length) for i, kind in enumerate(kinds)]
     pages = [list(reversed(range(-(-length // page_size))))]
-    condition = torch.zeros(length, model.spec.hidden_size)
+    condition = torch.zeros(length, model.spec.hidden_size, dtype=model.dtype, device=model.device)
     if believed is not None:
-        condition[first:] = module.soft_embedding(believed)
+        condition[first:] = module.soft_embedding(believed.to(model.device))
 
     def plan(ends: Sequence[int], starts: Sequence[int]) -> AttentionPlan:
         return plan_attention(
             [0], [ends], pages, page_size, device=model.device, dtype=model.dtype, visible_start=[starts]
         )
 
+    def pages_of(shape: tuple[int, ...]) -> Tensor:
+        return torch.zeros(len(pages[0]), page_size, *shape, dtype=model.dtype, device=model.device)
+
     context = ForwardContext(
         attention=plan(ends, [0] * length),
-        positions=torch.arange(length),
-        kv=tuple(
-            (torch.zeros(len(pages[0]), page_size, *s), torch.zeros(len(pages[0]), page_size, *s))
-            for s in kv_shapes(model.spec)
-        ),
+        positions=torch.arange(length, device=model.device),
+        kv=tuple((pages_of(shape), pages_of(shape)) for shape in kv_shapes(model.spec)),
         near=plan([end for _, end in near], [start for start, _ in near]),
-        encodes=torch.arange(length) < first,
+        encodes=torch.arange(length, device=model.device) < first,
         condition=condition,
         lora=lora,
     )
-    return module.logits(module.forward(torch.cat((prompt, canvas)), context))[first:]
+    token_ids = torch.cat((prompt, canvas)).to(model.device)
+    return module.logits(module.forward(token_ids, context))[first:].cpu()

@@ -1,12 +1,15 @@
 """DiffusionGemma's canvases against the reference's recorded passes and draws; see test_goldens for all others."""
 
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 
 import pytest
 from torch import Tensor
 
 from shared.commands import Generate, Limits, Sampling
 from shared.decoding import Renoise
+from tests.goldens.conditioning import DRAWS, nudge
 from tests.goldens.folder import Entry, GoldenFolder, find_folders
 from tests.goldens.passes import run_canvas
 from tests.goldens.test_goldens import LOGIT_TOLERANCE, Record, record_answers, run, run_handed_over
@@ -32,13 +35,13 @@ class Replay:
     def ids(self, seed: int, positions: Tensor, step: int, vocab_size: int) -> Tensor:
         entry, before = self._find(seed, positions)
         # A canvas draws once before its first step.
-        return self.arrays[entry["randint_key"]][sum(before) + len(before) + step + 1]
+        return self.arrays[entry["randint_key"]][sum(before) + len(before) + step + 1].to(positions.device)
 
     def sample(
         self, logits: Tensor, barred: Tensor, temperature: Tensor, seed: int, positions: Tensor, step: int
     ) -> Tensor:
         entry, before = self._find(seed, positions)
-        return self.arrays[entry["multinomial_key"]][sum(before) + step]
+        return self.arrays[entry["multinomial_key"]][sum(before) + step].to(positions.device)
 
     def _find(self, seed: int, positions: Tensor) -> tuple[Entry, list[int]]:
         """Return the run, and the steps of each canvas before this one."""
@@ -76,6 +79,28 @@ def expected(entry: Entry) -> tuple[list[int], int]:
     return tokens[: tokens.index(eos)] if eos in tokens else tokens, entry["nfe"]
 
 
+def decided(folder: GoldenFolder, draws: int = DRAWS) -> list[Entry]:
+    """Return the runs whose tokens are the same whatever the last bits of the weights are.
+
+    Each step's prediction conditions the next one: where the last bit of a sum decides a token, and with it all behind
+    it, only arithmetic in the reference's own order gives the reference's.
+    """
+    others = [nudge(folder, seed) for seed in range(draws)]
+    return [entry for entry in folder.generate if all(_answers(other, entry) for other in others)]
+
+
+def _answers(folder: GoldenFolder, entry: Entry) -> bool:
+    request = to_request(folder, entry)
+    return run(make_engine(folder, 16), [[request]])[request.id] == expected(entry)
+
+
+@cache
+def comparable(folder_path: Path) -> list[Entry]:
+    """Return the runs that a folder's model has to repeat where it lies: on the host all of them."""
+    (folder,) = (folder for folder in FOLDERS if folder.path == folder_path)
+    return [*folder.generate] if folder.model().device.type == "cpu" else decided(folder)
+
+
 def make_engine(
     folder: GoldenFolder,
     page_size: int,
@@ -86,7 +111,7 @@ def make_engine(
     model = folder.model()
     spec = replace(model.spec, stop_token_ids=())
     num_pages = num_pages or 4096 // page_size
-    runner = CanvasRunner(model, num_pages, page_size, noise=Replay(folder))
+    runner = CanvasRunner(model, num_pages, page_size, model.device, noise=Replay(folder))
 
     def forward(plan: Plan) -> Decision:
         if seen is not None:
@@ -118,6 +143,8 @@ def test_a_canvas_behind_its_prompt_gives_the_references_logits(
 def test_a_request_alone_gives_the_references_tokens_and_canvases(
     folder: GoldenFolder, entry: Entry, record_property: Record
 ) -> None:
+    if entry not in comparable(folder.path):
+        pytest.skip("the last bit decides tokens of this run, and a device adds up in another order")
     seen = list[Plan]()
     request = to_request(folder, entry)
 
@@ -137,12 +164,12 @@ def test_a_request_alone_gives_the_references_tokens_and_canvases(
 @pytest.mark.parametrize("folder", [pytest.param(folder, id=folder.name) for folder in FOLDERS])
 @pytest.mark.parametrize("way", ["together", "one-a-step", "narrow"])
 def test_a_batch_of_runs_gives_the_tokens_of_each_alone(folder: GoldenFolder, way: str) -> None:
-    requests = [to_request(folder, entry) for entry in folder.generate]
+    requests = [to_request(folder, entry) for entry in comparable(folder.path)]
     arrivals = [[request] for request in requests] if way == "one-a-step" else [requests]
 
     result = run(make_engine(folder, page_size=8, token_budget=64 if way == "narrow" else 2048), arrivals)
 
-    assert result == {entry["name"]: expected(entry) for entry in folder.generate}
+    assert result == {entry["name"]: expected(entry) for entry in comparable(folder.path)}
 
 
 BY_FOLDER = pytest.mark.parametrize("folder", [pytest.param(folder, id=folder.name) for folder in FOLDERS])
@@ -150,20 +177,23 @@ BY_FOLDER = pytest.mark.parametrize("folder", [pytest.param(folder, id=folder.na
 
 @BY_FOLDER
 def test_a_text_that_is_written_already_gives_the_same_tokens(folder: GoldenFolder) -> None:
-    engine, requests = make_engine(folder, page_size=8), [to_request(folder, entry) for entry in folder.generate]
+    engine, requests = (
+        make_engine(folder, page_size=8),
+        [to_request(folder, entry) for entry in comparable(folder.path)],
+    )
     run(engine, [requests])
 
     again = [request.model_copy(update={"id": f"{request.id}-again"}) for request in requests]
     result = run(engine, [[request] for request in again])
 
-    assert result == {f"{entry['name']}-again": expected(entry) for entry in folder.generate}
+    assert result == {f"{entry['name']}-again": expected(entry) for entry in comparable(folder.path)}
 
 
 @BY_FOLDER
 def test_pages_for_little_more_than_the_longest_run_change_no_token(
     folder: GoldenFolder, record_property: Record
 ) -> None:
-    requests = [to_request(folder, entry) for entry in folder.generate]
+    requests = [to_request(folder, entry) for entry in comparable(folder.path)]
     # A canvas of 16 more than the longest: two pages.
     longest = max(len(request.prompt) + request.limits.max_tokens for request in requests)
     engine = make_engine(folder, page_size=8, num_pages=-(-longest // 8) + 2)
@@ -171,14 +201,19 @@ def test_pages_for_little_more_than_the_longest_run_change_no_token(
     result = run(engine, [requests])
 
     record_property("preemptions", engine.load().preemptions)
-    assert result == {entry["name"]: expected(entry) for entry in folder.generate}
+    assert result == {entry["name"]: expected(entry) for entry in comparable(folder.path)}
 
 
 @BY_FOLDER
 @pytest.mark.parametrize("moment", [1, 9])
 def test_runs_that_are_handed_over_go_on_to_the_same_tokens(folder: GoldenFolder, moment: int) -> None:
-    requests = [to_request(folder, entry) for entry in folder.generate]
+    requests = [to_request(folder, entry) for entry in comparable(folder.path)]
 
     tokens = run_handed_over(make_engine(folder, 16), make_engine(folder, 16), requests, moment)
 
-    assert tokens == {entry["name"]: expected(entry)[0] for entry in folder.generate}
+    assert tokens == {entry["name"]: expected(entry)[0] for entry in comparable(folder.path)}
+
+
+@BY_FOLDER
+def test_the_last_bit_decides_some_runs_and_leaves_the_others(folder: GoldenFolder) -> None:
+    assert 0 < len(decided(folder, draws=8)) < len(folder.generate)

@@ -6,7 +6,6 @@ which transformers has.
 """
 
 import json
-from collections.abc import Callable
 from typing import cast
 
 import pytest
@@ -17,6 +16,7 @@ from transformers import Ministral3Config, Ministral3Model
 
 from tests.goldens.folder import Entry, GoldenFolder, find_folders
 from tests.worker.test_embeddings import TOLERANCE, decode, request, run
+from worker.models import LoadedModel
 
 FOLDERS = {folder.name: folder for folder in find_folders()}
 
@@ -44,9 +44,9 @@ def mean(hidden: Tensor) -> Tensor:
     return torch.nn.functional.normalize(hidden.mean(0), dim=0).float()
 
 
-def hidden_of(logits: Tensor, head: Callable[[Tensor], Tensor], width: int) -> Tensor:
-    """Return the hidden states [tokens, width] that a head makes these logits [tokens, vocab] of."""
-    weight = head(torch.eye(width)).double()
+def hidden_of(logits: Tensor, model: LoadedModel) -> Tensor:
+    """Return the hidden states [tokens, width] that a model's head makes these logits [tokens, vocab] of."""
+    weight = model.module.logits(torch.eye(model.spec.hidden_size, device=model.device)).cpu().double()
     solved = torch.linalg.lstsq(weight.T, logits.double().T)
     assert (weight.T @ solved.solution - logits.double().T).abs().max() < 1e-3, "no hidden states give these logits"
     return solved.solution.T
@@ -58,7 +58,7 @@ def test_embeddings_are_the_mean_of_the_hidden_states_behind_the_recorded_logits
     folder: GoldenFolder, entry: Entry
 ) -> None:
     model, arrays = folder.model(torch.float32), folder.arrays()
-    wanted = mean(hidden_of(arrays[f"{entry['name']}.logits"][0], model.module.logits, model.spec.hidden_size))
+    wanted = mean(hidden_of(arrays[f"{entry['name']}.logits"][0], model))
     tokens = arrays[f"{entry['name']}.input_ids"][0].tolist()
     assert (decode(run(model, [request("r", tokens)])["r"][-1]) - wanted).abs().max() < TOLERANCE
 

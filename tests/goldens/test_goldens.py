@@ -11,6 +11,7 @@ import torch
 from shared.commands import Generate
 from shared.events import Delta, Failed, Finished
 from tests.goldens import dream, fastdllm_v2, llada, llada2, nemotron, sdar, wedlm
+from tests.goldens.conditioning import spread
 from tests.goldens.folder import AHEAD, Entry, GoldenFolder, find_folders
 from tests.goldens.passes import Pass, run_pass, to_passes
 from tests.goldens.runs import Run, replay
@@ -148,14 +149,18 @@ def record_answers(
 def test_a_prefill_gives_the_references_logits(folder: GoldenFolder, entry: Entry, record_property: Record) -> None:
     errors: list[float] = []
     theirs: list[float] = []
+    limits: list[float] = []
     for each in PASSES.get(folder.family, to_passes)(folder, entry):
         errors.append((run_pass(folder.model(), each) - each.logits).abs().max().item())
         theirs.append((each.logits - run_pass(folder.model(torch.float64), each)).abs().max().item())
+        # Some of these models are so badly conditioned that the reference itself is further from the exact result. On
+        # the host our sums are its own; those of a device go another way, and come as far from it by themselves.
+        own = 0.0 if folder.model().device.type == "cpu" else spread(folder, each)
+        limits.append(max(LOGIT_TOLERANCE, theirs[-1] + own))
     record_property("error", max(errors))
     record_property("reference_error", max(theirs))
 
-    # Some of these models are so badly conditioned that the reference itself is further from the exact result.
-    assert all(error < max(LOGIT_TOLERANCE, their) for error, their in zip(errors, theirs, strict=True))
+    assert all(error < limit for error, limit in zip(errors, limits, strict=True))
 
 
 @pytest.mark.parametrize(("folder", "entry"), _cases("generate"))

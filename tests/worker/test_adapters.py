@@ -133,7 +133,7 @@ def use(tmp_path: Path, name: str, scale: float = 1.0) -> LoraUse:
 def run(
     model: LoadedModel, shelf: Shelf, requests: Sequence[Generate], apart: bool = False
 ) -> tuple[dict[str, list[int]], Engine]:
-    runner = Runner(model, 128, 8, adapters=shelf)
+    runner = Runner(model, 128, 8, model.device, adapters=shelf)
     engine = Engine(model.spec, CacheShape(8, 128), BatchLimits(16, 64), runner, lambda *_: NoText())
     events: list[Event] = []
     for waves in [[each] for each in requests] if apart else [requests]:
@@ -235,7 +235,7 @@ def test_weights_that_overflow_are_the_fault_of_the_requests_own_adapter(
         for pair in hot.factors.values():
             for factor in pair:
                 factor.fill_(1e30)
-    runner = Runner(model, 128, 8, adapters=shelf)
+    runner = Runner(model, 128, 8, model.device, adapters=shelf)
     engine = Engine(model.spec, CacheShape(8, 128), BatchLimits(16, 64), runner, lambda *_: NoText())
     asked = [ask("bad", [use(tmp_path, "a")]), ask("other", [use(tmp_path, "b")]), ask("base")]
     asked = [each.model_copy(update={"embed": embed}) for each in asked]

@@ -69,7 +69,7 @@ def request(name: str, token_ids: Sequence[int], **changes: Any) -> Generate:
 
 def run(model: LoadedModel, requests: Sequence[Generate], budget: int = 256) -> dict[str, list[Event]]:
     cache = CacheShape(page_size=8, num_pages=64)
-    engine = Engine(model.spec, cache, BatchLimits(8, budget), Runner(model, 64, 8), lambda *_: NoText())
+    engine = Engine(model.spec, cache, BatchLimits(8, budget), Runner(model, 64, 8, model.device), lambda *_: NoText())
     events: dict[str, list[Event]] = {each.id: [] for each in requests}
     inbox = Inbox(arrivals=[Arrival(each, epoch=1) for each in requests])
     for _ in range(200):

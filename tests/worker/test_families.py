@@ -108,7 +108,11 @@ def run(model: LoadedModel, requests: Sequence[Generate], token_budget: int = 25
     """Run requests to the end, the second half arriving late; return tokens and nfe of each."""
     cache = CacheShape(page_size=4, num_pages=256)
     engine = Engine(
-        model.spec, cache, BatchLimits(16, token_budget), Runner(model, 256, 4), lambda request, resume: NoText()
+        model.spec,
+        cache,
+        BatchLimits(16, token_budget),
+        Runner(model, 256, 4, model.device),
+        lambda request, resume: NoText(),
     )
     tokens: dict[str, list[int]] = defaultdict(list)
     nfe: dict[str, int] = {}
