@@ -5,6 +5,8 @@ If the program is killed, the server stays, unless its launcher sees to its end;
 and adopts it. A lock that the server process holds as long as it lives keeps a second one off the same data.
 """
 
+import asyncio
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -13,13 +15,21 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Literal, TypeVar
 
 _SOCKET_PATH_LIMIT = 103
 """Bytes; sun_path is 104 on macOS and 108 on Linux, one of them for the final zero."""
 _POLL_S = 0.01
+_END_S = 5.0
+"""How long a server of ours that nobody can reach any more may take to end by itself."""
+_PING, _SHUTDOWN = b"PING", b"SHUTDOWN"
+_PAUSE = b""
+
+T = TypeVar("T")
+_Steps = Generator[bytes, bytes | None, T]
+"""A wait, step by step: what to ask the server, or `_PAUSE`; sent back is the answer. The caller says who may wait."""
 
 
 class EmbeddedServerError(Exception):
@@ -76,16 +86,72 @@ class EmbeddedServer:
     @property
     def running(self) -> bool:
         """True if the server answers."""
-        return self._ping() == b"+PONG"
+        return self._ask(_PING) == b"+PONG"
+
+    async def is_running(self) -> bool:
+        """Tell what `running` does; the event loop goes on meanwhile."""
+        return await asyncio.to_thread(lambda: self.running)
 
     def start(self, timeout_s: float = 20.0) -> bool:
         """Start the server, or adopt the one that runs on this data; return True if it was adopted.
 
-        Returns once it answers, its data loaded. Raises `EmbeddedServerError`.
+        Returns once it answers, its data loaded. A server that this handle has started and that nobody can reach any
+        more, its socket or its whole folder gone, is ended first. Raises `EmbeddedServerError`.
         """
+        return self._take(self._starting(timeout_s))
+
+    async def start_unblocked(self, timeout_s: float = 20.0) -> bool:
+        """Do what `start` does; the event loop goes on meanwhile. If cancelled, what was started stays: `stop` it.
+
+        The process is started by the calling thread.
+        """
+        return await self._take_unblocked(self._starting(timeout_s))
+
+    def stop(self, timeout_s: float = 15.0) -> None:
+        """Shut the server down, its data on disk; returns once the process is gone. Stopping twice is harmless.
+
+        After `timeout_s` it is killed. Raises `EmbeddedServerError` if not even that ends it, as long again later.
+        """
+        self._take(self._stopping(timeout_s))
+
+    async def stop_unblocked(self, timeout_s: float = 15.0) -> None:
+        """Do what `stop` does; the event loop goes on meanwhile."""
+        await self._take_unblocked(self._stopping(timeout_s))
+
+    def kill(self) -> None:
+        """End the process that this handle has started, if it lives, without a shutdown."""
+        if self._process is not None:
+            self._process.kill()
+
+    def _take(self, steps: _Steps[T]) -> T:
+        answer = None
+        while True:
+            try:
+                command = steps.send(answer)
+            except StopIteration as end:
+                return end.value
+            if command == _PAUSE:
+                time.sleep(_POLL_S)
+            answer = self._ask(command) if command else None
+
+    async def _take_unblocked(self, steps: _Steps[T]) -> T:
+        answer = None
+        with contextlib.closing(steps):
+            while True:
+                try:
+                    command = steps.send(answer)
+                except StopIteration as end:
+                    return end.value
+                if command == _PAUSE:
+                    await asyncio.sleep(_POLL_S)
+                answer = await asyncio.to_thread(self._ask, command) if command else None
+
+    def _starting(self, timeout_s: float) -> _Steps[bool]:
         deadline = time.monotonic() + timeout_s
-        if self.running:
+        if (yield _PING) == b"+PONG":
             return True
+        if not self.socket_path.exists():
+            yield from self._ending()
         try:
             self._prepare_folders()
             lock = (self._folder / "valkey.lock").open("a")
@@ -93,10 +159,15 @@ class EmbeddedServer:
             raise EmbeddedServerError(f"cannot write in {self._folder}: {error.strerror}") from error
         with lock:
             adopted = True
-            while not self.running:
+            while (yield _PING) != b"+PONG":
                 # Somebody else's server may still come up, or be on its way out.
                 if adopted and _try_lock(lock):
-                    self._spawn(lock)
+                    # The lock is found by its path: in a folder made anew a server of ours may live without it.
+                    yield from self._ending()
+                    try:
+                        self._spawn(lock)
+                    except OSError as error:
+                        raise EmbeddedServerError(f"cannot start it in {self._folder}: {error.strerror}") from error
                     adopted = False
                 process = self._process
                 if not adopted and process is not None and process.poll() is not None:
@@ -106,22 +177,43 @@ class EmbeddedServer:
                     raise EmbeddedServerError(
                         f"the server on {self._folder} (pid {self.pid}) does not answer; its log is {self.log_path}"
                     )
-                time.sleep(_POLL_S)
+                yield _PAUSE
         return adopted
 
-    def stop(self, timeout_s: float = 15.0) -> None:
-        """Shut the server down, its data on disk; returns once the process is gone. Stopping twice is harmless."""
-        pid = self.pid
-        self._ask(b"SHUTDOWN")
+    def _ending(self) -> _Steps[None]:
+        """End the process that this handle has started, and take its exit status."""
+        process = self._process
+        if process is None:
+            return
+        process.terminate()
+        term = time.monotonic() + _END_S
+        kill = term + _END_S
+        while process.poll() is None:
+            now = time.monotonic()
+            if now > kill:
+                raise EmbeddedServerError(f"the server that ran before (pid {process.pid}) cannot be ended")
+            if now > term:
+                process.kill()
+            yield _PAUSE
+        self._process = None
+
+    def _stopping(self, timeout_s: float) -> _Steps[None]:
+        process, pid = self._process, self.pid
+        yield _SHUTDOWN
+        if process is not None:
+            # The same to the server, and it arrives where the socket is gone.
+            process.terminate()
+            pid = process.pid
         deadline = time.monotonic() + timeout_s
         while not self._gone():
             if time.monotonic() > deadline:
                 if pid is None:
                     raise EmbeddedServerError(f"the server on {self._folder} does not stop")
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
                 deadline += timeout_s
                 pid = None
-            time.sleep(_POLL_S)
+            yield _PAUSE
         self._process = None
 
     def _prepare_folders(self) -> None:
@@ -132,8 +224,6 @@ class EmbeddedServer:
 
     def _spawn(self, lock: IO[str]) -> None:
         binary = _binary()
-        if self._process is not None:
-            self._process.wait()  # It is dead, for the lock is ours; take its exit status.
         # A socket without a server behind it: the lock is ours.
         self.socket_path.unlink(missing_ok=True)
         config = self._folder / "valkey.conf"
@@ -165,9 +255,6 @@ class EmbeddedServer:
             "client-output-buffer-limit pubsub 64mb 16mb 30",
         ]
         return "\n".join(lines) + "\n"
-
-    def _ping(self) -> bytes | None:
-        return self._ask(b"PING")
 
     def _ask(self, command: bytes) -> bytes | None:
         """Return the first line of the answer, None if there is none."""

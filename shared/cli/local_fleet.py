@@ -29,6 +29,8 @@ _STABLE_S = 60.0
 _MAX_FAILURES = 5
 _API_DRAIN_S = 2.0
 _STOP_SPARE_S = 10.0
+_SERVER_STOP_S = 15.0
+_SERVER_HURRIED_STOP_S = 2.0
 _LOCAL_BATCH_CONCURRENCY = 8
 
 
@@ -86,6 +88,7 @@ class LocalFleet:
         self._exit = contextlib.ExitStack()
         self.stopping = False
         self._killed = False
+        self._stopping_server = False
 
     async def __aenter__(self) -> "LocalFleet":
         """Start everything; raises `Stop` with nothing left running."""
@@ -116,6 +119,8 @@ class LocalFleet:
             if member.child is not None:
                 spared = member is self._members[0] and not self._killed
                 member.child.signal(signal.SIGTERM if spared else signal.SIGKILL)
+        if self._server is not None and self._stopping_server:
+            self._server.kill()
         self._killed = True
 
     async def watch(self) -> None:
@@ -130,7 +135,7 @@ class LocalFleet:
         redis_url = self._options.redis_url
         if redis_url is None:
             with self._reporter.phase("starting the embedded server", "embedded server ready"):
-                redis_url = self._start_server()
+                redis_url = await self._start_server()
         self._members = self._plan(redis_url)
         for member in self._members:
             await self._spawn(member)
@@ -140,15 +145,18 @@ class LocalFleet:
             with self._reporter.phase(f"starting {name}", f"{name} ready"):
                 await self._until_ready(member, deadline)
 
-    def _start_server(self) -> str:
-        # Blocks the event loop on purpose: a signal in between would leave a server that nobody knows.
+    async def _start_server(self) -> str:
         # Started by this thread, here and later: the leash ends when the thread that started it does.
         server = EmbeddedServer(self._options.data_dir, launcher=on_a_leash())
-        try:
-            server.start()
-        except EmbeddedServerError as error:
-            raise Stop(Exit.NOT_STARTED, f"the embedded server did not start: {error}") from error
+        # Known before it runs: a signal may end the start at any time.
         self._server = server
+        try:
+            await server.start_unblocked()
+        except EmbeddedServerError as error:
+            # What does not answer here is not asked to stop.
+            server.kill()
+            self._server = None
+            raise Stop(Exit.NOT_STARTED, f"the embedded server did not start: {error}") from error
         return server.url
 
     def _plan(self, redis_url: str) -> list[_Member]:
@@ -249,13 +257,14 @@ class LocalFleet:
     async def _keep_server(self, server: EmbeddedServer) -> None:
         while True:
             await asyncio.sleep(1.0)
-            if server.running:
+            if await server.is_running():
                 continue
-            self._reporter.line("the embedded server is gone; restarting it")
+            self._reporter.line("the embedded server does not answer; restarting it if it is gone")
             try:
-                server.start()
+                await server.start_unblocked()
             except EmbeddedServerError as error:
                 raise Stop(Exit.FAILED, f"the embedded server did not come back: {error}") from error
+            self._reporter.line("embedded server ready again")
 
     async def _stop(self) -> None:
         """Workers first: they hand back over the server what they cannot finish. Then the api, then the server."""
@@ -275,7 +284,8 @@ class LocalFleet:
                 (self._options.data_dir / f"{member.recipe.name.replace(' ', '-')}.ready").unlink()
         if self._server is not None:
             with self._reporter.phase("stopping the embedded server", "embedded server stopped"):
-                self._server.stop()
+                self._stopping_server = True
+                await self._server.stop_unblocked(_SERVER_HURRIED_STOP_S if self._killed else _SERVER_STOP_S)
         self._exit.close()
 
 

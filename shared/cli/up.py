@@ -23,7 +23,7 @@ _EXAMPLE = "What is 12 + 30?"
 
 
 async def serve(options: LocalFleetOptions, prompt: str) -> None:
-    """Serve until SIGINT, SIGTERM or SIGHUP, then stop in order; a second signal stops at once.
+    """Serve until SIGINT, SIGTERM or SIGHUP, then stop in order; a second SIGINT or SIGTERM stops at once.
 
     Raises `Stop` if the fleet cannot start or cannot be kept alive.
     """
@@ -86,7 +86,10 @@ def _program() -> str:
 
 
 class _Signals:
-    """While entered: the first signal cancels the current task, the next one kills what is still stopping."""
+    """While entered: the first signal cancels the current task, the next one kills what is still stopping.
+
+    SIGHUP is never the next one: a terminal that closes sends it twice, by its shell and by the kernel.
+    """
 
     _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -98,16 +101,17 @@ class _Signals:
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
         for number in self._NUMBERS:
-            self._loop.add_signal_handler(number, self._receive)
+            self._loop.add_signal_handler(number, self._receive, number)
         return self
 
     def __exit__(self, *_: object) -> None:
         for number in self._NUMBERS:
             self._loop.remove_signal_handler(number)
 
-    def _receive(self) -> None:
+    def _receive(self, number: signal.Signals) -> None:
         if self.received or self._fleet.stopping:
-            self._fleet.kill()
+            if number is not signal.SIGHUP:
+                self._fleet.kill()
         elif self._task is not None:
             self._task.cancel()
         self.received = True

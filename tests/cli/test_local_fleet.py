@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import io
 import os
+import shutil
 import signal
 import socket
 from collections.abc import AsyncIterator
@@ -182,6 +183,50 @@ async def test_a_second_signal_kills_the_workers_and_still_lets_the_api_end_its_
             await leaving
     assert (tmp_path / "order").read_text().split() == ["api"]
     assert not any(map(alive, fleet.pids))
+
+
+def server_pid(data_dir: Path) -> int:
+    return int((data_dir / "valkey" / "valkey.pid").read_text())
+
+
+async def test_a_fleet_whose_data_folder_is_removed_gets_a_new_server_and_still_stops(
+    options: LocalFleetOptions, short_folder: Path
+) -> None:
+    data_dir = short_folder / "data"
+    out = io.StringIO()
+    embedded = dataclasses.replace(options, redis_url=None, data_dir=data_dir)
+    async with asyncio.timeout(100), LocalFleet(embedded, Reporter(out)) as fleet, watching(fleet) as watch:
+        before = server_pid(data_dir)
+        shutil.rmtree(data_dir)
+        while not (data_dir / "valkey" / "valkey.pid").exists():
+            assert not watch.done()
+            await asyncio.sleep(0.01)
+        after = server_pid(data_dir)
+        assert not alive(before) and alive(after)
+        await until(out, "embedded server ready again")
+    assert "the embedded server does not answer" in out.getvalue()
+    assert "embedded server stopped" in out.getvalue()
+    assert not any(map(alive, [*fleet.pids, after]))
+
+
+async def test_a_fleet_with_a_frozen_server_hears_that_it_shall_stop_and_a_second_time_kills_it(
+    options: LocalFleetOptions, short_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.cli.local_fleet._SERVER_STOP_S", 600.0)
+    data_dir = short_folder / "data"
+    out = io.StringIO()
+    fleet = LocalFleet(dataclasses.replace(options, redis_url=None, data_dir=data_dir), Reporter(out))
+    async with asyncio.timeout(60):
+        async with fleet:
+            async with watching(fleet):
+                server = server_pid(data_dir)
+                os.kill(server, signal.SIGSTOP)
+                await until(out, "the embedded server does not answer")
+            leaving = asyncio.create_task(fleet.__aexit__())
+            await until(out, "stopping the embedded server")
+            fleet.kill()
+            await leaving
+    assert not any(map(alive, [*fleet.pids, server]))
 
 
 async def test_a_second_fleet_on_the_same_data_says_who_holds_it(options: LocalFleetOptions) -> None:

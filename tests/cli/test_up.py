@@ -79,6 +79,36 @@ def test_on_a_terminal_the_first_answer_is_drawn_while_it_is_denoised(
     assert "\x1b" not in up.out
 
 
+def test_when_its_terminal_closes_it_stops_in_order_as_ever(
+    tiny_model: Path, short_folder: Path, put_down: list[Up]
+) -> None:
+    terminal, other_end = pty.openpty()
+    up = Up(short_folder, tiny_model, "--prompt", "", stderr=other_end)
+    put_down.append(up)
+    os.close(other_end)
+    body = {"prompt": "Once", "max_tokens": 400, "stream": True, "ignore_eos": True}
+    try:
+        until(lambda: "docs: " in up.out or _read_into(bytearray(), terminal) is None, "the fleet serves")
+        stream = httpx.stream("POST", f"{up.url}/generate", json=body, trust_env=False, timeout=60)
+        response = stream.__enter__()
+    finally:
+        os.close(terminal)
+    try:
+        parts = response.iter_bytes()
+        assert b"append" in next(part for part in parts if b"append" in part)
+        # Its shell tells it, then the kernel.
+        up.process.send_signal(signal.SIGHUP)
+        until(lambda: not (up.data_dir / "worker-1.ready").exists(), "the worker drains")
+        up.process.send_signal(signal.SIGHUP)
+        rest = b"".join(parts)
+    finally:
+        stream.__exit__(None, None, None)
+    assert up.process.wait(timeout=60) == 0
+    assert b'"final"' in rest and b'"error"' not in rest
+    assert rest.endswith(b"data: [DONE]\n\n")
+    assert until(lambda: up.family() == [], "all processes are gone")
+
+
 def _read_into(drawn: bytearray, terminal: int) -> bytearray:
     if select.select([terminal], [], [], 0.1)[0]:
         # A terminal whose other end is closed reads as an error, not as the end of a file.

@@ -1,5 +1,6 @@
 """The embedded server: started once, adopted by whoever comes later, its data kept."""
 
+import asyncio
 import os
 import shutil
 import signal
@@ -116,6 +117,63 @@ def test_a_second_server_never_opens_the_same_data_while_the_first_is_deaf(
             EmbeddedServer(folder).start(timeout_s=0.1)
     finally:
         os.kill(server.pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("lost", ["socket", "folder"])
+def test_a_server_of_ours_that_nobody_can_reach_any_more_is_ended_and_one_started_anew(
+    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch, lost: str, frozen: bool
+) -> None:
+    server.start()
+    client = open_sync_client(server.url)
+    client.set("k", "v")
+    client.close()
+    before = server.pid
+    assert before is not None
+    if lost == "socket":
+        server.socket_path.unlink()
+    else:
+        shutil.rmtree(server.socket_path.parent)
+    if frozen:
+        monkeypatch.setattr("shared.embedded._END_S", 0.3)
+        os.kill(before, signal.SIGSTOP)
+
+    assert server.start() is False
+
+    assert server.running and server.pid != before
+    with pytest.raises(ProcessLookupError):
+        os.kill(before, 0)
+    client = open_sync_client(server.url)
+    assert client.get("k") == (b"v" if lost == "socket" else None)
+    client.close()
+
+
+def test_a_server_whose_folder_is_gone_is_stopped(server: EmbeddedServer) -> None:
+    server.start()
+    pid = server.pid
+    assert pid is not None
+    shutil.rmtree(server.socket_path.parent)
+    server.stop()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+async def test_waiting_for_a_frozen_server_leaves_the_loop_free_and_can_be_cut_short(server: EmbeddedServer) -> None:
+    server.start()
+    assert server.pid is not None
+    os.kill(server.pid, signal.SIGSTOP)
+    for waiting in (server.start_unblocked(timeout_s=600.0), server.stop_unblocked(timeout_s=600.0)):
+        task = asyncio.create_task(waiting)
+        for _ in range(20):
+            await asyncio.sleep(0.01)
+        assert not task.done()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    stopping = asyncio.create_task(server.stop_unblocked(timeout_s=600.0))
+    server.kill()
+    await stopping
 
 
 def test_a_long_data_path_still_gets_a_socket_that_fits(folder: Path) -> None:
