@@ -128,7 +128,7 @@ def of_exception(error: Exception) -> ApiError | None:
         case UnknownModel():
             return ApiError(404, "model_not_found", "no such model", "model")
         case UnknownRequest():
-            return ApiError(404, "not_found", "no such request, or it is no longer kept")
+            return ApiError(404, "not_found", "no such request, or it is no longer kept", "request_id")
         case IdempotencyConflict():
             return ApiError(409, "idempotency_conflict", "this Idempotency-Key was used with another request")
         case FleetUnavailable():

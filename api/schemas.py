@@ -181,8 +181,11 @@ def _check_template(value: object) -> object:
         raise PydanticCustomError("template", "must be a list of texts and holes")
     pieces = [piece if isinstance(piece, str) else _check_hole(piece, index) for index, piece in enumerate(value)]
     names = [piece.hole for piece in pieces if isinstance(piece, HoleOption)]
-    if not names or len(set(names)) < len(names):
-        raise PydanticCustomError("template", "must have one hole at least, each with a name of its own")
+    if not names:
+        raise PydanticCustomError("template", "must have one hole at least")
+    twice = next((name for index, name in enumerate(names) if name in names[:index]), None)
+    if twice is not None:
+        raise PydanticCustomError("template", "{name} is the name of two holes", {"name": repr(twice)})
     for before, after in pairwise(pieces):
         if isinstance(before, HoleOption) and not (isinstance(after, str) and after):
             raise PydanticCustomError("template", "must have text between two holes")
@@ -610,8 +613,8 @@ def _within_range(kind: type[BaseModel], fields: dict[str, object], error: Valid
 def _restore_integers(value: object) -> bool:
     """Make integers beyond 64 bits of the floats that may have been such, and tell whether there were any.
 
-    Rounding may have brought one back to the edge, so they become twice as large: that no range holds them is all
-    that is left to say of them.
+    Rounding may have brought one back to the edge, so those near it become twice as large: that no range holds them is
+    all that is left to say of them. All still have a float.
     """
     found = False
     open_: list[Any] = [value]
@@ -627,7 +630,7 @@ def _restore_integers(value: object) -> bool:
         for place in places:
             part: object = inner[place]
             if isinstance(part, float) and abs(part) >= 2**63 and part.is_integer():
-                inner[place], found = 2 * int(part), True
+                inner[place], found = int(part) * (2 if abs(part) < 2**65 else 1), True
             elif isinstance(part, dict | list):
                 open_.append(part)
     return found

@@ -3,9 +3,11 @@
 `shared.grammar` turns it into a grammar; a worker follows that (`worker.constraints`).
 """
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 MOST_CALLS = 8
 """Tool calls that one answer may make."""
@@ -14,7 +16,16 @@ TEXT_LIMIT = 65_536
 MOST_OPTIONS = 4096
 MOST_TOOLS = 128
 
-ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+_TOOL_NAME = re.compile(r"^[a-zA-Z0-9_.-]{1,64}$")
+
+
+def _check_tool_name(name: str) -> str:
+    if not _TOOL_NAME.fullmatch(name):
+        raise PydanticCustomError("tool_name", "must have 1 to 64 letters without accents, digits, '.', '_' or '-'")
+    return name
+
+
+ToolName = Annotated[str, AfterValidator(_check_tool_name), Field(json_schema_extra={"pattern": _TOOL_NAME.pattern})]
 
 
 class _Constraint(BaseModel):

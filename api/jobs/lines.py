@@ -79,7 +79,7 @@ def _parse(raw: bytes, number: int, endpoint: str) -> Line | dict[str, object]:
     except orjson.JSONDecodeError:
         if field := beyond_range(raw):
             return _fault("invalid_value", number, f"{field} must be a number that 64 bits hold", field)
-        return _fault("invalid_json_line", number, "this line is not JSON", None)
+        return _fault("invalid_json_line", number, _why_not_json(raw), None)
     match value:
         case {"custom_id": str(custom_id), "method": "POST", "url": str(url), "body": dict()} if (
             0 < len(custom_id) <= 512
@@ -91,11 +91,33 @@ def _parse(raw: bytes, number: int, endpoint: str) -> Line | dict[str, object]:
             return _fault("invalid_value", number, "custom_id must have 1 to 512 characters", "custom_id")
         case dict():
             given = cast(dict[str, object], value)
-            kinds = {"custom_id": str, "url": str, "body": dict}
-            missing = next((name for name, kind in kinds.items() if not isinstance(given.get(name), kind)), "method")
-            return _fault("invalid_value", number, f"{missing} is missing or of the wrong kind", missing)
+            field, kind = next(
+                ((name, kind) for name, (kind, type_) in _KINDS.items() if not isinstance(given.get(name), type_)),
+                ("method", "POST"),
+            )
+            if field not in given:
+                return _fault("missing_required_parameter", number, f"{field} is required", field)
+            return _fault("invalid_value", number, f"{field} must be {kind}", field)
         case _:
             return _fault("invalid_value", number, "this line is not a JSON object", None)
+
+
+_KINDS: Mapping[str, tuple[str, type]] = {
+    "custom_id": ("a string", str),
+    "url": ("a string", str),
+    "body": ("an object", dict),
+}
+"""Of a line's fields: in JSON's words, and in Python's."""
+
+
+def _why_not_json(raw: bytes) -> str:
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as wrong:
+        return f"this line is not UTF-8: byte {wrong.start} is no part of a character"
+    if text.startswith("\ufeff"):
+        return "this line begins with a byte order mark: write the file without one"
+    return "this line is not JSON"
 
 
 def _fault(code: str, line: int | None, message: str, param: str | None) -> dict[str, object]:

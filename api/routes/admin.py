@@ -4,10 +4,11 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends
-from pydantic import Field
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 from starlette.responses import Response
 
 from api.answers import json_response
@@ -36,8 +37,20 @@ from shared.webhooks import Undelivered
 router = APIRouter(tags=["admin"], prefix="/admin")
 
 
+_NAMES: dict[str, Any] = {"pattern": ADAPTER_NAME.pattern}
+
+
+def _check_name(name: str) -> str:
+    if not ADAPTER_NAME.fullmatch(name):
+        told = "must have 1 to 96 letters without accents, digits, '.', '_' or '-', a letter or digit first"
+        raise PydanticCustomError("adapter_name", told)
+    return name
+
+
 class AdapterBody(StrictBody):
-    name: str = Field(pattern=ADAPTER_NAME.pattern, description="What requests call it.")
+    name: Annotated[
+        str, AfterValidator(_check_name), Field(description="What requests call it.", json_schema_extra=_NAMES)
+    ]
     path: str = Field(min_length=1, max_length=4096, description="Its folder in the model store, as PEFT writes it.")
     model: str | None = Field(default=None, description="May be left out where only one model is served.")
 
@@ -128,7 +141,7 @@ async def drain_worker(worker_id: str, services: ServicesDep) -> Response:
                 await services.admin.orders.drain(name, worker_id)
                 records = await services.catalog.adapters(name)
                 return json_response(_worker(worker, records) | {"drain_requested": True}, 202)
-    raise ApiError(404, "not_found", f"no live worker is called {worker_id[:120]!r}")
+    raise ApiError(404, "not_found", f"no live worker is called {worker_id[:120]!r}", "worker_id")
 
 
 def _worker(info: WorkerInfo, records: Sequence[AdapterRecord]) -> dict[str, object]:
@@ -244,7 +257,7 @@ async def _of_webhook(act: Callable[[str], Awaitable[bool]], subject_id: str) ->
 
 
 def _no_webhook(subject_id: str) -> ApiError:
-    return ApiError(404, "not_found", f"no webhook about {subject_id[:120]!r} was given up")
+    return ApiError(404, "not_found", f"no webhook about {subject_id[:120]!r} was given up", "subject_id")
 
 
 def _entry(
@@ -266,13 +279,13 @@ async def _no_dead_letter(services: Services, request_id: str) -> ApiError:
         return _no_request(request_id)
     shown = f"request {request_id[:120]!r}"
     if fate.state != "dead":
-        return ApiError(404, "not_found", f"{shown} is no dead letter: it is {fate.state}")
+        return ApiError(404, "not_found", f"{shown} is no dead letter: it is {fate.state}", "request_id")
     replayed = "" if fate.replayed_as is None else f": it was replayed as {fate.replayed_as}"
-    return ApiError(404, "not_found", f"{shown} is off the list already{replayed}")
+    return ApiError(404, "not_found", f"{shown} is off the list already{replayed}", "request_id")
 
 
 def _no_request(request_id: str) -> ApiError:
-    return ApiError(404, "not_found", f"no request {request_id[:120]!r} is known here, or no longer")
+    return ApiError(404, "not_found", f"no request {request_id[:120]!r} is known here, or no longer", "request_id")
 
 
 async def _models(services: Services, model: str | None) -> list[str]:

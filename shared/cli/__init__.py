@@ -1,7 +1,11 @@
 """The `diffleet` command."""
 
+from shared.cli.entry import early_interrupts, written
+
 
 def main() -> None:
-    from shared.cli.commands import app
+    with early_interrupts():
+        from shared.cli.commands import app
 
-    app()
+    with written():
+        app()

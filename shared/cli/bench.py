@@ -1,6 +1,7 @@
 """`diffleet bench`: one load after the other, against one server or two."""
 
 import importlib.util
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -36,6 +37,9 @@ async def bench(
     """
     if outputs.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise Stop(Exit.USAGE, PLOT_HINT)
+    for option, path in (("--json", outputs.json), ("--plot", outputs.plot)):
+        if path is not None:
+            _check_writable(option, path)
     measured: list[_Measured] = []
     complete = False
     try:
@@ -56,6 +60,17 @@ async def bench(
         raise Stop(Exit.FAILED, "no request was answered")
     if failed:
         raise Stop(Exit.FAILED, f"{failed} of {len(faults)} requests failed")
+
+
+def _check_writable(option: str, path: Path) -> None:
+    """Raises `Stop` if no file can be written there: better before the measurement than behind it."""
+    is_new = not os.path.lexists(path)
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise Stop(Exit.USAGE, f"{option}: {path}: {error.strerror}") from error
+    if is_new:
+        path.unlink()
 
 
 async def _measure(servers: Sequence[str], model: str | None, loads: Sequence[Load], measured: list[_Measured]) -> None:

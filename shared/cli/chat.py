@@ -122,6 +122,7 @@ def chat(url: str, conversation: Conversation) -> None:
     for line in _lines():
         question: str | None = line
         try:
+            _check_text(line)
             if line.startswith("/"):
                 conversation, told, question = command(conversation, line)
                 for text in told:
@@ -133,6 +134,16 @@ def chat(url: str, conversation: Conversation) -> None:
             return
         if question:
             conversation = _turn(url, conversation, question)
+
+
+def _check_text(line: str) -> None:
+    """Raises `Misuse` for bytes that are no text if somebody can type them again, `Stop` if not."""
+    try:
+        line.encode()
+    except UnicodeEncodeError:
+        if sys.stdin.isatty():
+            raise Misuse("this line is not UTF-8") from None
+        raise Stop(Exit.USAGE, "standard input is not UTF-8") from None
 
 
 def _turn(url: str, conversation: Conversation, prompt: str) -> Conversation:
@@ -154,6 +165,10 @@ async def _answer(url: str, question: Question) -> str:
 
 def _lines() -> Iterator[str]:
     """Yield what is typed, without blank lines; with line editing and history on a terminal."""
+    reconfigure = getattr(sys.stdin, "reconfigure", None)
+    if reconfigure is not None:
+        # One line that is no text must not end the reading of all.
+        reconfigure(errors="surrogateescape")
     if sys.stdin.isatty():
         import readline  # noqa: F401  # pyright: ignore[reportUnusedImport]
     while True:

@@ -20,6 +20,7 @@ from shared.cli.answer import holes_of
 from shared.cli.canvas import Canvas
 from shared.cli.exits import Exit, Stop
 from shared.cli.infill import Infill, parse, rooms_of, text_of
+from shared.cli.numbers import finite
 from shared.cli.question import Question, as_typed, schema_of
 from shared.cli.reporting import reporting, run
 from shared.settings import ServiceSettings, check_model_name
@@ -105,9 +106,14 @@ def up(
         Path, typer.Option(envvar="DIFFLEET_DATA_DIR", help="Where the embedded server and the logs live.")
     ] = DATA_DIR,
     prompt: Annotated[str, typer.Option(help="Answered once at the start; empty: none.")] = DEFAULT_PROMPT,
-    start_timeout: Annotated[float, typer.Option(min=1.0, help="Seconds until everything must be ready.")] = 180.0,
+    start_timeout: Annotated[
+        float, typer.Option(callback=finite, min=1.0, help="Seconds until everything must be ready.")
+    ] = 180.0,
     drain_s: Annotated[
-        float, typer.Option(envvar="DIFFLEET_DRAIN_S", min=0.0, help="Seconds to finish running requests at the end.")
+        float,
+        typer.Option(
+            callback=finite, envvar="DIFFLEET_DRAIN_S", min=0.0, help="Seconds to finish running requests at the end."
+        ),
     ] = 10.0,
     lease_ms: Annotated[
         int,
@@ -168,13 +174,15 @@ def generate(
     ] = None,
     model: Annotated[str | None, typer.Option("--model", "-m", help="Which model; unset: the fleet's first.")] = None,
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", "-n", min=1, help="Most tokens to make.")] = None,
-    temperature: Annotated[float | None, typer.Option(min=0.0, help="0 takes the most probable tokens.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(callback=finite, min=0.0, help="0 takes the most probable tokens.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Same seed, same answer.")] = None,
     strategy: Annotated[
         str | None, typer.Option(help="Which positions are accepted in a step; the README lists the strategies.")
     ] = None,
     threshold: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, help="Accept tokens at least this probable.")
+        float | None, typer.Option(callback=finite, min=0.0, max=1.0, help="Accept tokens at least this probable.")
     ] = None,
     block_length: Annotated[int | None, typer.Option(min=1, help="Positions denoised together.")] = None,
     lora: Annotated[

@@ -8,7 +8,7 @@ class Exit(IntEnum):
 
     0    OK           done; `up`: stopped by a signal, everything closed
     1    FAILED       the fleet could not finish the request; `bench`: at least one of them; `up`: a process failed for
-                      good while serving
+                      good while serving; any: standard output takes no more
     2    USAGE        an option or argument is wrong
     3    UNREACHABLE  no fleet answers at that address
     4    REFUSED      the fleet refused the request; the message names the field

@@ -5,6 +5,7 @@ from typing import Any
 
 from shared.cli.exits import Exit, Stop
 from shared.cli.http_fleet import connected, refusal
+from shared.cli.numbers import number
 from shared.cli.requests import print_table, table_of
 
 
@@ -55,9 +56,9 @@ def use_of(argument: str) -> tuple[str, float]:
     if not name or (colon and not scale):
         raise ValueError(f"{argument!r} is not NAME or NAME:SCALE")
     try:
-        return name, float(scale) if colon else 1.0
-    except ValueError:
-        raise ValueError(f"{argument!r}: {scale!r} is not a number") from None
+        return name, number(scale) if colon else 1.0
+    except ValueError as error:
+        raise ValueError(f"{argument!r}: {error}") from None
 
 
 def stop_unknown(model: str, name: str) -> Stop:

@@ -3,7 +3,16 @@
 import math
 from collections.abc import Callable
 
+import typer
+
 Reader = Callable[[str], float]
+
+
+def finite(value: float | None) -> float | None:
+    """Return the number of an option; raises `typer.BadParameter` for infinity and NaN, which no JSON holds."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter("must be a finite number")
+    return value
 
 
 def whole(text: str) -> int:

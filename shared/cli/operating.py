@@ -7,7 +7,7 @@ from typing import Annotated, TypeVar
 import typer
 
 from shared.cli.exits import Exit, Stop
-from shared.cli.numbers import number, whole
+from shared.cli.numbers import finite, number, whole
 from shared.cli.question import Question
 from shared.cli.reporting import reporting, run
 from shared.settings import ServiceSettings
@@ -39,13 +39,15 @@ def chat(
     max_tokens: Annotated[
         int | None, typer.Option("--max-tokens", "-n", min=1, help="Most tokens of an answer.")
     ] = None,
-    temperature: Annotated[float | None, typer.Option(min=0.0, help="0 takes the most probable tokens.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(callback=finite, min=0.0, help="0 takes the most probable tokens.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Same seed, same answer.")] = None,
     strategy: Annotated[
         str | None, typer.Option(help="Which positions are accepted in a step; the README lists the strategies.")
     ] = None,
     threshold: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, help="Accept tokens at least this probable.")
+        float | None, typer.Option(callback=finite, min=0.0, max=1.0, help="Accept tokens at least this probable.")
     ] = None,
     block_length: Annotated[int | None, typer.Option(min=1, help="Positions denoised together.")] = None,
 ) -> None:
@@ -78,7 +80,9 @@ def top(
         str | None, typer.Option(envvar="DIFFLEET_URL", help="Address of an api, for tokens per forward.")
     ] = DEFAULT_URL,
     model: Model = None,
-    interval: Annotated[float, typer.Option(min=0.2, max=60.0, help="Seconds from one look to the next.")] = 1.0,
+    interval: Annotated[
+        float, typer.Option(callback=finite, min=0.2, max=60.0, help="Seconds from one look to the next.")
+    ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
 ) -> None:
     """Show a fleet, live: workers, lanes, the age of the oldest request, rates.
@@ -108,23 +112,33 @@ def bench(
     ] = None,
     burstiness: Annotated[
         float,
-        typer.Option(min=0.01, max=1000.0, help="With --rate: below 1 arrivals come in bursts, above 1 more evenly."),
+        typer.Option(
+            callback=finite,
+            min=0.01,
+            max=1000.0,
+            help="With --rate: below 1 arrivals come in bursts, above 1 more evenly.",
+        ),
     ] = 1.0,
     prompts: Annotated[
         Path | None, typer.Option(help="JSON lines, each a text or an object with `text` or `prompt`: asked in turn.")
     ] = None,
     prompt_tokens: Annotated[str, typer.Option(help="Length of made-up prompts: 64, or 16-128.")] = "64",
     output_tokens: Annotated[str, typer.Option(help="Length of answers: 64, or 16-128.")] = "64",
-    threshold: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Confidence threshold of the load.")] = None,
+    threshold: Annotated[
+        float | None, typer.Option(callback=finite, min=0.0, max=1.0, help="Confidence threshold of the load.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same load.")] = 0,
     slo_first_ms: Annotated[
-        float | None, typer.Option(min=1.0, help="A good request's first block comes by then.")
+        float | None, typer.Option(callback=finite, min=1.0, help="A good request's first block comes by then.")
     ] = None,
-    slo_block_ms: Annotated[float | None, typer.Option(min=1.0, help="And its blocks so often, on average.")] = None,
+    slo_block_ms: Annotated[
+        float | None, typer.Option(callback=finite, min=1.0, help="And its blocks so often, on average.")
+    ] = None,
     slo_token_ms: Annotated[
-        float | None, typer.Option(min=0.01, help="And its tokens behind the first block so often, on average.")
+        float | None,
+        typer.Option(callback=finite, min=0.01, help="And its tokens behind the first block so often, on average."),
     ] = None,
-    slo_total_ms: Annotated[float | None, typer.Option(min=1.0, help="And its end by then.")] = None,
+    slo_total_ms: Annotated[float | None, typer.Option(callback=finite, min=1.0, help="And its end by then.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write everything measured there.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw a PNG there (needs the extra `plot`).")] = None,
 ) -> None:

@@ -78,6 +78,8 @@ def schema_of(argument: str) -> dict[str, Any]:
     try:
         text = argument if argument.lstrip().startswith("{") else Path(argument).read_text()
         value = json.loads(text)
+        # What Python reads as infinity or NaN cannot be sent.
+        json.dumps(value, allow_nan=False)
     except OSError as error:
         raise ValueError(f"{argument}: {error.strerror}") from error
     except ValueError as error:

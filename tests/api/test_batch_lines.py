@@ -1,6 +1,7 @@
 import json
 from collections.abc import AsyncIterator
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,6 +42,50 @@ async def test_all_faults_are_told_with_their_lines() -> None:
     ]
     empty = await read_lines(pieces(b"\n", 1), URL)
     assert isinstance(empty, Faults) and empty.entries[0]["code"] == "empty_file"
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "code", "message"),
+    [
+        ({"method": "GET"}, "method", "invalid_value", "method must be POST"),
+        ({"method": None}, "method", "invalid_value", "method must be POST"),
+        ({"custom_id": 5}, "custom_id", "invalid_value", "custom_id must be a string"),
+        ({"url": []}, "url", "invalid_value", "url must be a string"),
+        ({"body": "x"}, "body", "invalid_value", "body must be an object"),
+    ],
+)
+async def test_a_field_of_a_line_says_what_it_must_be(
+    change: dict[str, object], param: str, code: str, message: str
+) -> None:
+    line = json.dumps(json.loads(row("a")) | change).encode()
+    faults = await read_lines(pieces(line, 1000), URL)
+    assert isinstance(faults, Faults)
+    assert faults.entries == [{"code": code, "line": 1, "message": message, "param": param}]
+
+
+@pytest.mark.parametrize("field", ["custom_id", "method", "url", "body"])
+async def test_a_field_that_a_line_lacks_is_required(field: str) -> None:
+    whole = json.loads(row("a"))
+    del whole[field]
+    faults = await read_lines(pieces(json.dumps(whole).encode(), 1000), URL)
+    assert isinstance(faults, Faults)
+    told = {"code": "missing_required_parameter", "line": 1, "message": f"{field} is required", "param": field}
+    assert faults.entries == [told]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "message"),
+    [
+        ("utf-8-sig", "this line begins with a byte order mark: write the file without one"),
+        ("utf-16", "this line is not UTF-8: byte 0 is no part of a character"),
+        ("latin-1", "this line is not UTF-8: byte 15 is no part of a character"),
+    ],
+)
+async def test_a_file_that_is_not_plain_utf_8_is_told_so(encoding: str, message: str) -> None:
+    content = row("a").decode().replace('"a"', '"\xe9"').encode(encoding)
+    faults = await read_lines(pieces(content, 1000), URL)
+    assert isinstance(faults, Faults)
+    assert (faults.entries[0]["line"], faults.entries[0]["message"]) == (1, message)
 
 
 def test_a_line_makes_its_choices_of_each_of_its_prompts() -> None:

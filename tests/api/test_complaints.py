@@ -246,6 +246,16 @@ async def test_a_whole_number_out_of_range_in_a_query_is_named(caller: Caller) -
         ({"seed": -(2**65)}, "seed", f"seed must be greater than or equal to {-(2**63)}"),
         ({"max_tokens": 2**70}, "max_tokens", f"max_tokens must be less than {COUNT_LIMIT}"),
         ({"diffusion": {"steps": 2**70}}, "diffusion.steps", f"diffusion.steps must be less than {COUNT_LIMIT}"),
+        ({"temperature": 1e308}, "temperature", "temperature must be less than or equal to 5"),
+        ({"temperature": -1.7e308}, "temperature", "temperature must be greater than or equal to 0"),
+        ({"presence_penalty": 1e308}, "presence_penalty", "presence_penalty must be less than or equal to 2"),
+        ({"lora": [{"name": "a", "scale": 1e308}]}, "lora[0].scale", "lora[0].scale must be less than or equal to 100"),
+        (
+            {"diffusion": {"template": [{"hole": "b"}, "x", {"hole": "a"}, "y", {"hole": "b"}]}},
+            "diffusion.template",
+            "diffusion.template: 'b' is the name of two holes",
+        ),
+        ({"diffusion": {"template": ["x"]}}, "diffusion.template", "diffusion.template must have one hole at least"),
         ({"stop": [1]}, "stop[0]", "stop[0] must be a string"),
         ({"guided_json": {"$ref": "#"}}, "guided_json", None),
         ({"guided_grammar": 'start: start "a"'}, "guided_grammar", None),
@@ -269,3 +279,16 @@ async def test_a_body_that_is_no_text_is_told_where(caller: Caller, body: bytes,
     answer = await caller.post("/generate", body)
     assert (answer.status, answer.error["code"]) == (400, "invalid_json")
     assert word in answer.error["message"] and ("UTF-8" in answer.error["message"]) == ("byte" in word)
+
+
+async def test_a_tool_and_an_adapter_are_told_in_words_what_their_names_may_have(caller: Caller) -> None:
+    tools = [{"type": "function", "function": {"name": "a b"}}]
+    chat = {"messages": [{"role": "user", "content": "hi"}], "tools": tools}
+    for path, body, param, told in (
+        ("/v1/chat/completions", chat, "tools[0].function.name", "must have 1 to 64 letters"),
+        ("/admin/loras", {"name": "", "path": "x"}, "name", "must have 1 to 96 letters"),
+        ("/admin/loras", {"name": "-a", "path": "x"}, "name", "must have 1 to 96 letters"),
+    ):
+        answer = await caller.post(path, body)
+        assert (answer.status, answer.error["param"]) == (400, param), answer.body
+        assert answer.error["message"].startswith(f"{param} {told}") and "^" not in answer.error["message"]

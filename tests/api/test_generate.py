@@ -272,7 +272,7 @@ async def test_a_request_is_ended_by_the_id_that_its_answer_has_told(caller: Cal
         assert fleet.aborts[-1] == (told, "cancelled")
     before = list(fleet.aborts)
     unknown = await caller.call("DELETE", "/generate/r_org/demo.0_01M8G46GYM81Z18DX6SY52ZA27", b"", {})
-    assert (unknown.status, unknown.error["code"]) == (404, "not_found")
+    assert (unknown.status, unknown.error["code"], unknown.error["param"]) == (404, "not_found", "request_id")
     assert fleet.aborts == before
 
 

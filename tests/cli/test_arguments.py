@@ -1,9 +1,11 @@
 """Arguments that are wrong are refused by name, before anything is started."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from shared.cli import commands
@@ -29,6 +31,59 @@ def test_bytes_of_a_shell_that_are_not_utf_8_are_refused_without_a_traceback() -
     ended = diffleet("generate", "\udcff hi")
     assert ended.returncode == Exit.USAGE
     assert "Traceback" not in ended.stderr and "argument 2 is not UTF-8" in ended.stderr
+
+
+def float_options(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield the words of each command, and the options of it that are numbers with a point."""
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from float_options(inner, (*words, name))
+    hints = get_type_hints(command.callback) if command.callback else {}
+    for parameter in command.params:
+        hint = hints.get(parameter.name)
+        if float in (hint, *get_args(hint)):
+            yield words, parameter.opts[0]
+
+
+FLOAT_OPTIONS = list(float_options(typer.main.get_command(commands.app)))
+
+
+def test_options_that_are_numbers_are_found() -> None:
+    assert {(("generate",), "--temperature"), (("chat",), "--threshold"), (("bench",), "--burstiness")} <= set(
+        FLOAT_OPTIONS
+    )
+
+
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan", "1e999"])
+@pytest.mark.parametrize(("words", "option"), FLOAT_OPTIONS)
+def test_no_option_takes_a_number_that_is_not_finite(words: tuple[str, ...], option: str, value: str) -> None:
+    more = ["x"] if words == ("generate",) else []
+    ended = CliRunner().invoke(commands.app, [*words, *more, f"{option}={value}"])
+    assert ended.exit_code == Exit.USAGE
+    assert option in ended.stderr and ("must be a finite number" in ended.stderr or "Input should be" in ended.stderr)
+
+
+@pytest.mark.parametrize("option", ["--lora=fox:inf", "--lora=fox:nan", '--json-schema={"minimum": NaN}'])
+def test_no_part_of_an_option_is_a_number_that_is_not_finite(option: str) -> None:
+    ended = CliRunner().invoke(commands.app, ["generate", "x", "--url", "http://127.0.0.1:1", option])
+    assert ended.exit_code == Exit.USAGE and option.partition("=")[0] in ended.stderr
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_bench_refuses_a_file_that_it_could_not_write_before_it_measures(option: str, tmp_path: Path) -> None:
+    if option == "--plot":
+        pytest.importorskip("matplotlib")
+    path = tmp_path / "nowhere" / "x"
+    ended = CliRunner().invoke(commands.app, ["bench", "--url", "http://127.0.0.1:1", option, str(path)])
+    assert (ended.exit_code, ended.stderr) == (Exit.USAGE, f"diffleet: {option}: {path}: No such file or directory\n")
+
+
+def test_bench_that_measures_nothing_leaves_no_file_and_keeps_a_former_one(tmp_path: Path) -> None:
+    former = tmp_path / "former"
+    former.write_text("kept")
+    for path in (former, tmp_path / "new"):
+        ended = CliRunner().invoke(commands.app, ["bench", "--url", "http://127.0.0.1:1", "--json", str(path)])
+        assert ended.exit_code == Exit.UNREACHABLE
+    assert former.read_text() == "kept" and not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
 """`diffleet chat`: what is typed, what is asked, what is remembered."""
 
+import subprocess
+
 import pytest
 
 from shared.cli.chat import Conversation, Misuse, chat, command
+from shared.cli.exits import Exit
 from shared.cli.http_fleet import request_of
 from shared.cli.question import Question
-from tests.cli.fleet_process import Up, diffleet
+from tests.cli.fleet_process import DIFFLEET, Up, diffleet, environment
 
 
 def messages(conversation: Conversation, prompt: str) -> object:
@@ -93,6 +96,36 @@ def test_reset_forgets_what_was_said_and_keeps_the_settings() -> None:
 def test_quit_ends_it() -> None:
     with pytest.raises(EOFError):
         command(Conversation(), "/quit")
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_bytes_from_a_pipe_that_are_not_utf_8_end_it_in_one_line(errors: str) -> None:
+    ended = subprocess.run(
+        [*DIFFLEET, "chat", "--url", "http://127.0.0.1:1"],
+        input=b"\xff\xfe bad\n",
+        env=environment(PYTHONIOENCODING=f"utf-8:{errors}"),
+        capture_output=True,
+        timeout=60,
+    )
+    assert ended.returncode == Exit.USAGE
+    assert ended.stderr == b"diffleet: standard input is not UTF-8\n"
+
+
+def test_a_line_of_a_terminal_that_is_not_utf_8_loses_nothing_that_was_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Question] = []
+
+    async def answer(_: str, question: Question) -> str:
+        asked.append(question)
+        return "ok"
+
+    monkeypatch.setattr("shared.cli.chat._answer", answer)
+    monkeypatch.setattr("shared.cli.chat._lines", lambda: iter(["One?", "\udcff\udcfe bad", "/system \udcff", "Two?"]))
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    chat("http://nowhere", Conversation())
+    assert [(question.prompt, len(question.before)) for question in asked] == [("One?", 0), ("Two?", 2)]
+    assert capsys.readouterr().err.count("diffleet: this line is not UTF-8\n") == 2
 
 
 @pytest.mark.slow

@@ -304,6 +304,7 @@ def test_a_worker_that_is_told_to_drain_ends_cleanly(http: httpx.Client, spawn_w
     assert (told.status_code, told.json()["drain_requested"]) == (202, True)
     assert worker.wait_exit() == 0
     until(lambda: http.post(f"/admin/workers/{name}/drain").status_code == 404, "it is gone")
+    assert http.post(f"/admin/workers/{name}/drain").json()["error"]["param"] == "worker_id"
 
 
 def test_a_request_is_told_of_without_its_text(http: httpx.Client) -> None:
@@ -314,8 +315,9 @@ def test_a_request_is_told_of_without_its_text(http: httpx.Client) -> None:
     assert facts["owner"] in {worker["id"] for worker in http.get("/admin/workers").json()["data"]}
     assert facts["ended_ms"] >= facts["submitted_ms"] > 0
     assert "secret" not in found.text
-    assert http.get(f"/admin/requests/{new_request_id(POOL)}").status_code == 404
-    assert http.get("/admin/requests/nonsense").status_code == 404
+    for name in (new_request_id(POOL), "nonsense"):
+        unknown = http.get(f"/admin/requests/{name}")
+        assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "request_id")
 
 
 def test_dead_letters_are_listed_replayed_and_discarded(http: httpx.Client, redis_client: Redis) -> None:
@@ -342,8 +344,8 @@ def test_dead_letters_are_listed_replayed_and_discarded(http: httpx.Client, redi
         assert refused.status_code == 404 and refused.json()["error"]["message"].endswith(said)
     assert not {dead, other} & {letter["id"] for letter in http.get("/admin/dead-letters").json()["data"]}
     for name in (new_request_id(POOL), "nonsense"):
-        assert http.post(f"/admin/dead-letters/{name}/replay").status_code == 404
-        assert http.delete(f"/admin/dead-letters/{name}").status_code == 404
+        for refused in (http.post(f"/admin/dead-letters/{name}/replay"), http.delete(f"/admin/dead-letters/{name}")):
+            assert (refused.status_code, refused.json()["error"]["param"]) == (404, "request_id")
 
 
 def test_a_flush_makes_workers_read_a_prompt_again(http: httpx.Client, workers: list[WorkerProcess]) -> None:

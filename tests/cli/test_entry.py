@@ -1,0 +1,42 @@
+"""From the first moment of a command to its last: interrupts before anything runs, output that is full."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shared.cli.entry import written
+from shared.cli.exits import Exit
+from tests.cli.fleet_process import DIFFLEET, environment
+
+
+@pytest.mark.parametrize("command", [["--version"], ["generate", "x"], ["up"]])
+def test_ctrl_c_while_it_is_imported_ends_a_command_quietly(command: list[str], tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
+    first = f"{tmp_path}:{environment()['PYTHONPATH']}"
+    ended = subprocess.run(
+        [*DIFFLEET, *command], env={**environment(), "PYTHONPATH": first}, capture_output=True, timeout=50
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (Exit.INTERRUPTED, b"", b"")
+
+
+@pytest.mark.parametrize("buffered", ["", "1"])
+@pytest.mark.parametrize("command", [["--version"], ["--help"], ["models", "--url", "http://127.0.0.1:1"], ["eval"]])
+def test_a_full_disk_under_the_output_is_told_in_one_line(command: list[str], buffered: str) -> None:
+    with Path("/dev/full").open("wb") as full:
+        ended = subprocess.run(
+            [*DIFFLEET, *command],
+            env=environment(PYTHONUNBUFFERED=buffered),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            timeout=60,
+        )
+    assert ended.returncode == Exit.FAILED
+    assert ended.stderr == b"diffleet: cannot write to standard output: No space left on device\n"
+
+
+def test_a_fault_of_another_file_is_not_blamed_on_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", sys.stdout)  # put back what it replaces
+    with pytest.raises(FileNotFoundError), written():
+        Path("/nowhere/at/all").read_bytes()
