@@ -242,7 +242,7 @@ class WorkerQueue:
         keys, lanes = _names(terminal.id)
         names = [keys.request(terminal.id), keys.log(terminal.id), keys.channel(terminal.id), keys.rate(), *lanes]
         ending: list[Argument] = [terminal.seq, terminal.t, encode_event(terminal)]
-        block = [] if last is None else _block(last)
+        block = _costs(terminal) if last is None else _block(last)
         args = [terminal.epoch, self._worker, GROUP, _state(terminal), *ending, *block]
         return Outcome(await self._link.run_again(script("finish"), names, args))
 
@@ -416,6 +416,13 @@ def _claim(reply: list[Any]) -> Claim:
 def _names(request_id: str) -> tuple[Keys, list[str]]:
     keys = Keys.of(request_id)
     return keys, [keys.lane(lane) for lane in LANES]
+
+
+def _costs(terminal: Finished | Failed) -> list[Argument]:
+    """Return what stands in place of a last block: forwards whose block had no text are counted as well."""
+    if isinstance(terminal, Failed):
+        return []
+    return ["", "", "", terminal.usage.blocks, "", terminal.usage.nfe]
 
 
 def _block(event: Delta) -> list[Argument]:

@@ -2,7 +2,8 @@
 -- Last block, terminal event and acknowledgement: there is no state between them in which a worker could die.
 -- KEYS: request, log, channel, rate, lanes rt, std, bulk
 -- ARGV: epoch, owner, group, state, terminal seq, terminal type, terminal event,
---       then the last block or nothing: seq, type, event, committed blocks, produced tokens, nfe
+--       then the last block: seq, type, event, committed blocks, produced tokens, nfe; without one nothing,
+--       or what an end without text has cost: '', '', '', blocks, '', nfe
 -- Returns 1 done, 0 was done already, -1 fenced, -2 a gap
 local lanes = { rt = KEYS[5], std = KEYS[6], bulk = KEYS[7] }
 local request = fetch(KEYS[1], 'st', 'ep', 'own', 'seq', 'cap', 'eid', 'ret', 'lane')
@@ -19,6 +20,8 @@ if (appends and block ~= seq + 1) or tonumber(ARGV[5]) ~= (appends and block or 
 if appends then
   append(KEYS[2], KEYS[3], block, ARGV[9], ARGV[10], ARGV[1], request.cap)
   redis.call('HSET', KEYS[1], 'nb', ARGV[11], 'nt', ARGV[12], 'nfe', ARGV[13])
+elseif not block and ARGV[11] then
+  redis.call('HSET', KEYS[1], 'nb', ARGV[11], 'nfe', ARGV[13])
 end
 local names = { request = KEYS[1], log = KEYS[2], channel = KEYS[3], lane = lanes[request.lane], rate = KEYS[4] }
 settle(names, ARGV[3], request, ARGV[5], ARGV[1], ARGV[4], ARGV[6], ARGV[7])

@@ -276,6 +276,17 @@ async def test_finish_commits_the_last_block_the_end_and_the_acknowledgement_tog
     assert state["st"] == "done" and "in" not in state
 
 
+async def test_an_end_without_a_block_says_what_it_has_cost_as_its_usage_does(
+    fleet: FleetClient, queue: WorkerQueue, fleet_redis: Any
+) -> None:
+    await fleet.submit(command_for())
+    [claim] = await queue.take(1)
+    end = replace(end_of(claim, 0), usage=Usage(nfe=7, blocks=2))
+    assert await queue.finish(None, end) is Outcome.OK
+    state = state_of(fleet_redis, claim.id)
+    assert (state["st"], state["nb"], state["nt"], state["nfe"]) == ("done", "2", "0", "7")
+
+
 async def test_emit_and_finish_survive_a_server_that_forgot_its_scripts(
     fleet: FleetClient, queue: WorkerQueue, fleet_redis: Any
 ) -> None:
