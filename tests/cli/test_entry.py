@@ -1,5 +1,6 @@
 """From the first moment of a command to its last: interrupts before anything runs, output that is full."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,12 @@ def test_ctrl_c_while_it_is_imported_ends_a_command_quietly(command: list[str], 
     (tmp_path / "typer.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
     first = f"{tmp_path}:{environment()['PYTHONPATH']}"
     ended = subprocess.run(
-        [*DIFFLEET, *command], env={**environment(), "PYTHONPATH": first}, capture_output=True, timeout=50
+        [*DIFFLEET, *command],
+        env={**environment(), "PYTHONPATH": first},
+        capture_output=True,
+        timeout=50,
+        # Whoever runs the tests in the background may have them ignore it, which children inherit.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (Exit.INTERRUPTED, b"", b"")
 

@@ -177,7 +177,7 @@ def test_c35_a_file_that_is_no_batch_fails_with_the_lines_at_fault(client: OpenA
         (2, "invalid_json_line"),
         (3, "duplicate_custom_id"),
         (4, "mismatched_url"),
-        (5, "invalid_value"),
+        (5, "missing_required_parameter"),
     ]
     file = client.files.create(file=("x", b"x"), purpose="user_data")
     for wrong in (file.id, "file-nope"):
