@@ -47,6 +47,11 @@ def share_out(spans: Iterable[Span]) -> dict[str, Share]:
     return {name: Share(us[name], launches[name]) for name in sorted(us, key=lambda name: -us[name])}
 
 
+def per_step(shares: dict[str, Share], steps: int) -> dict[str, list[float]]:
+    """Return us and launches a step by name, for reports."""
+    return {name: [round(share.us / steps, 1), share.launches / steps] for name, share in shares.items()}
+
+
 def _is_product(name: str) -> bool:
     return name in ("product", "_stream") or "gemm" in name or "nvjet" in name
 

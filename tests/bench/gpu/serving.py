@@ -29,7 +29,7 @@ from kernels.fp8 import FP8
 from shared.commands import Generate, Limits
 from shared.decoding import LowConfidenceStatic
 from shared.events import Delta, Failed, Finished
-from tests.bench.gpu.frontier import profile, share_out
+from tests.bench.gpu.frontier import per_step, profile, share_out
 from tests.bench.gpu.shapes import SHAPES, Shape, random_model, store_in_blocks
 from tests.bench.gpu.soak import STEPS_OF_AN_HOUR, Traffic, soak
 from tests.worker.texts import NoText
@@ -202,7 +202,7 @@ def bench_profile(model: LoadedModel, report: Report, rows: int, steps: int = 12
             "block": model.spec.block_length,
             "steps": Counter(watched.kinds[mark:]),
             "step_us": sum(share.us for share in shares.values()) / steps,
-            "kernels": {name: (round(share.us / steps, 1), share.launches / steps) for name, share in shares.items()},
+            "kernels": per_step(shares, steps),
         }
     )
 

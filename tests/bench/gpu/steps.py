@@ -11,6 +11,7 @@ import torch
 
 from kernels.canvas import Field, Layout, Rule
 from tests.bench.gpu.baseline import Baseline
+from tests.bench.gpu.frontier import per_step, profile, share_out
 from tests.bench.gpu.shapes import Shape
 from tests.bench.gpu.timing import Ceilings
 from worker.graphs import Answer, StepGraphs
@@ -80,17 +81,13 @@ def _profile(loop: "Loop") -> dict[str, object]:
     loop.reset()
     torch.cuda.synchronize()
     count = 4
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+
+    def some_steps() -> None:
         for _ in range(count):
             loop.graphs.launch(loop.rows, 0)
-        torch.cuda.synchronize()
-    events = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)
-    return {
-        "kernels": {
-            event.key[:60]: [round(event.self_device_time_total / count, 1), event.count / count]
-            for event in events[:14]
-        }
-    }
+
+    kernels = per_step(share_out(profile(some_steps)), count)
+    return {"kernels": dict(list(kernels.items())[:14])}
 
 
 class Loop:
