@@ -14,7 +14,7 @@ from api.catalog import Catalog
 from api.errors import ApiError, invalid
 from api.limits import Limiter
 from api.metrics import Metrics
-from api.numbers import beyond_range
+from api.numbers import beyond_range, held_by_none
 from api.ports import Fleet
 from api.relay import Relay
 from api.schemas import Body, known_fields, parse
@@ -81,7 +81,7 @@ def _loads(body: bytes) -> object:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
         if field := beyond_range(body):
-            raise invalid(field, f"{field} must be a number that 64 bits hold") from error
+            raise invalid(field, held_by_none(field)) from error
         message = f"the body is not JSON: {error}"
         try:
             body.decode()

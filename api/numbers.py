@@ -30,5 +30,10 @@ def beyond_range(body: bytes) -> str:
     return ""
 
 
+def held_by_none(field: str) -> str:
+    """Return what to say of a field that `beyond_range` has found."""
+    return f"{field} must be a number that 64 bits hold"
+
+
 def _refuse(name: str) -> None:
     raise ValueError(f"JSON has no {name}")

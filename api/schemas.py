@@ -27,6 +27,8 @@ MOST_CHOICES = 64
 """Requests that one call may make: choices times prompts."""
 
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
+Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""One that 64 bits hold."""
 
 REFUSED: Mapping[str, tuple[object, ...]] = {
     "n": (1,),
@@ -350,7 +352,7 @@ class GenerationBody(StrictBody):
         default=None, max_length=1024, description="Token id to -100 .. 100, added to its logit."
     )
     stop: Annotated[Annotated[list[StopString], Field(max_length=16)] | None, BeforeValidator(as_list)] = None
-    stop_token_ids: list[Annotated[int, Field(ge=-(2**63), lt=2**63)]] | None = Field(default=None, max_length=64)
+    stop_token_ids: list[Integer] | None = Field(default=None, max_length=64)
     ignore_eos: bool | None = None
     max_nfe: int | None = Field(default=None, ge=1, lt=COUNT_LIMIT, description="Cap on denoising forwards.")
     max_repetition_run: int | None = Field(

@@ -12,7 +12,7 @@ from api.bundle import Bundle
 from api.catalog import ServedModel
 from api.deps import Services
 from api.errors import ApiError, internal, invalid, of_exception
-from api.numbers import beyond_range
+from api.numbers import beyond_range, held_by_none
 from api.relay import Terms
 from api.requests import Call
 from api.responses.schemas import ResponseBody
@@ -78,7 +78,7 @@ def _parse(raw: bytes, number: int, endpoint: str) -> Line | dict[str, object]:
         value: object = orjson.loads(raw)
     except orjson.JSONDecodeError:
         if field := beyond_range(raw):
-            return _fault("invalid_value", number, f"{field} must be a number that 64 bits hold", field)
+            return _fault("invalid_value", number, held_by_none(field), field)
         return _fault("invalid_json_line", number, _why_not_json(raw), None)
     match value:
         case {"custom_id": str(custom_id), "method": "POST", "url": str(url), "body": dict()} if (

@@ -12,7 +12,7 @@ from api.answers import json_response
 from api.deps import ServicesDep, json_body
 from api.errors import invalid, path_of
 from api.openapi import ERROR_RESPONSES, request_body
-from api.schemas import ChatMessage, StrictBody
+from api.schemas import ChatMessage, Integer, StrictBody
 
 router = APIRouter(tags=["native"])
 
@@ -34,7 +34,7 @@ class TokenizeBody(StrictBody):
 
 class DetokenizeBody(StrictBody):
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=-(2**63), lt=2**63)]] = Field(max_length=1_000_000)
+    tokens: list[Integer] = Field(max_length=1_000_000)
 
 
 @router.post("/tokenize", openapi_extra=request_body(TokenizeBody), responses=ERROR_RESPONSES)
