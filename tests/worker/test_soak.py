@@ -29,7 +29,7 @@ def test_pages_and_memory_come_back_under_mixed_arrivals_aborts_and_preemptions(
     with torch.inference_mode():
         model = served(TINY, random_model(TINY, torch.device("cpu"), torch.float32), 4, 2)
 
-    seen = soak(model, STEPS, 60.0, TRAFFIC, ahead)
+    seen = soak(model, STEPS, lambda: False, TRAFFIC, ahead)
 
     ends = seen["ends"]
     assert isinstance(ends, Mapping)
@@ -41,3 +41,18 @@ def test_pages_and_memory_come_back_under_mixed_arrivals_aborts_and_preemptions(
     assert isinstance(seen["host_growth_mb"], float)
     # An allocator's own coming and going; a page of keys kept by each request would be 40 MB.
     assert seen["host_growth_mb"] < 25
+
+
+def test_a_soak_that_is_told_to_end_ends_what_has_come_and_tells_how_far_it_got() -> None:
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        model = served(TINY, random_model(TINY, torch.device("cpu"), torch.float32), 4, 2)
+    asked, told = iter([False] * 60), list[str]()
+
+    seen = soak(model, STEPS, lambda: next(asked, True), TRAFFIC, tell=told.append)
+
+    assert isinstance(seen["steps"], int)
+    assert 20 < seen["steps"] < STEPS
+    assert seen["without_an_end"] == seen["pages_lost"] == 0
+    assert told
+    assert told[0].startswith("20 of 500 steps, ")

@@ -13,9 +13,11 @@ import json
 import logging
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -386,7 +388,15 @@ async def bench_path(name: str, report: Report, concurrencies: list[int], rounds
                     worker.wait(30)
 
 
+def _until(deadline: float) -> Callable[[], bool]:
+    """Return what tells whether the deadline has passed or SIGTERM has come."""
+    asked = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    return lambda: asked.is_set() or time.perf_counter() > deadline
+
+
 def main() -> None:
+    began = time.perf_counter()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", nargs="+", choices=("engine", "profile", "llada", "prompts", "soak", "path", "memory"))
     parser.add_argument("--model", default="SDAR-8B", choices=list(SHAPES))
@@ -395,7 +405,12 @@ def main() -> None:
     parser.add_argument("--steps", default="8", help="steps of each block")
     parser.add_argument("--commit", default="chosen", help=f"ways, by commas, of {list(OFFERS)} and plain")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=240.0, help="of a soak at most")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=240.0,
+        help="of a soak at most, from the start of the process; SIGTERM ends its arrivals too",
+    )
     parser.add_argument("--soak-steps", type=int, default=STEPS_OF_AN_HOUR, help="of a soak; try --model soak with it")
     parser.add_argument("--soak-rows", type=int, default=32)
     parser.add_argument("--weights", default="stored", choices=("stored", "fp8", "blocks"))
@@ -462,8 +477,11 @@ def main() -> None:
                         bench_prompts(model, report, 8, 64, budget)
                         _tidy()
                 elif what == "soak":
+                    enough = _until(began + arguments.seconds)
                     traffic = Traffic(rows=arguments.soak_rows, pages=12 * arguments.soak_rows)
-                    report(soak(model, arguments.soak_steps, arguments.seconds, traffic))
+                    report(
+                        soak(model, arguments.soak_steps, enough, traffic, tell=lambda line: print(line, flush=True))
+                    )
                 else:
                     for each in rows:
                         bench_memory(model, report, each)

@@ -9,6 +9,7 @@ import random
 import resource
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -33,6 +34,7 @@ STEPS_OF_AN_HOUR = 128_000
 """3,600 s by the 28 ms that a step of SDAR-8B takes with 32 rows of 32."""
 _STATM = Path("/proc/self/statm")
 _MARKS = 400
+_MARKS_TOLD = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +116,14 @@ def arrival(number: int, draw: random.Random, traffic: Traffic, shelf: Shelf) ->
 
 @torch.inference_mode()
 def soak(
-    model: LoadedModel, steps: int, seconds: float, traffic: Traffic | None = None, ahead: bool = True
+    model: LoadedModel,
+    steps: int,
+    enough: Callable[[], bool],
+    traffic: Traffic | None = None,
+    ahead: bool = True,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> dict[str, object]:
-    """Take `steps` steps, or as many as `seconds` allow, then let everything end; return what was seen."""
+    """Take `steps` steps, fewer if there are `enough` before, then let everything end; return what was seen."""
     traffic = traffic or Traffic()
     on_gpu = model.device.type == "cuda"
     model = replace(model, spec=replace(model.spec, max_model_len=MAX_LEN))
@@ -135,7 +142,7 @@ def soak(
     began = time.perf_counter()
 
     def arriving() -> bool:
-        return taken < steps and time.perf_counter() - began < seconds
+        return taken < steps and not enough()
 
     while arriving() or not engine.idle:
         inbox = Inbox()
@@ -156,6 +163,9 @@ def soak(
             device = torch.cuda.memory_allocated() if on_gpu else 0
             reserved = torch.cuda.memory_reserved() if on_gpu else 0
             marks.append((device, reserved, resident_bytes(), engine.load().running, time.perf_counter()))
+            if len(marks) % _MARKS_TOLD == 0:
+                held = f"{device / 1e6:.0f} MB on the device"
+                tell(f"{taken:,} of {steps:,} steps, {number:,} requests, {marks[-1][-1] - began:.0f} s, {held}")
     passed, load = time.perf_counter() - began, engine.load()
     quarter = max(1, len(marks) // 4)
     second, last = marks[quarter : 2 * quarter] or marks, marks[-quarter:]
