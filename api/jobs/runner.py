@@ -118,7 +118,14 @@ class BatchRun:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
         if status in ("cancelling", "expired"):
-            await self._abort(running.values())
+            unrun: list[Line] = []
+            for task, line in running.items():
+                # One that ended while the status was read has run.
+                if task.cancelled() or task.exception() is not None:
+                    unrun.append(line)
+                else:
+                    await self._batches.save_line(self._tenant, batch, line.number, task.result())
+            await self._abort(unrun)
         return status
 
     async def _abort(self, lines: Iterable[Line]) -> None:
@@ -140,7 +147,10 @@ class BatchRun:
         status: BatchStatus,
         unrun: tuple[str, str] | None,
     ) -> None:
-        """Write the files, then move on: whoever sees the batch ended can read them."""
+        """Write the files, then move on: whoever sees the batch ended can read them.
+
+        Lines that have not run are told in the file of errors, as `unrun` says, and count in the total alone.
+        """
         done = await self._batches.lines(self._tenant, self._id)
         good = [done[line.number] for line in lines if line.number in done and _succeeded(done[line.number])]
         bad = [done[line.number] for line in lines if line.number in done and not _succeeded(done[line.number])]
@@ -155,7 +165,8 @@ class BatchRun:
                     self._tenant, f"{batch.id}_{kind}.jsonl", "batch_output", _jsonl(rows), batch.output_ttl_s, name
                 )
                 fields[f"{kind}_file_id"] = name
-        fields |= {"completed": len(good), "failed": len(done) - len(good)}
+        # The total too: a batch that was cancelled before its lines were read has none.
+        fields |= {"total": len(lines), "completed": len(good), "failed": len(done) - len(good)}
         await self._advance(allowed, status, **fields)
         await self._batches.forget_lines(self._tenant, self._id)
         logger.info("batch ended", extra={"batch": batch.id, "status": status, "lines": len(lines)})

@@ -191,10 +191,23 @@ def test_c35_a_cancelled_batch_keeps_what_it_has(client: OpenAI, redis: Redis) -
     until(lambda: (counts := client.batches.retrieve(batch.id).request_counts) and counts.completed == 1, "one is done")
     assert client.batches.cancel(batch.id).status == "cancelling"
     ended = end_of(client, batch)
-    assert ended.status == "cancelled" and ended.cancelled_at
+    assert ended.status == "cancelled" and ended.cancelled_at and ended.request_counts
+    assert (ended.request_counts.total, ended.request_counts.completed, ended.request_counts.failed) == (2, 1, 0)
     assert [row["custom_id"] for row in rows_of(client, ended.output_file_id)] == ["done"]
     assert [row["error"]["code"] for row in rows_of(client, ended.error_file_id)] == ["batch_cancelled"]
     until(lambda: redis.xlen(f"df:{{{IDLE}.0}}:q:bulk") == 0, "its request has left the queue")
+
+
+def test_c35_a_batch_that_is_cancelled_before_anything_ran_tells_every_line(client: OpenAI, fleet: LiveFleet) -> None:
+    fleet.jobs.send(signal.SIGKILL)
+    batch = submit(client, [line("a"), line("b")])
+    assert client.batches.cancel(batch.id).status == "cancelling"
+    fleet.start_jobs()
+    ended = end_of(client, batch)
+    assert ended.status == "cancelled" and ended.output_file_id is None and ended.request_counts
+    assert (ended.request_counts.total, ended.request_counts.completed, ended.request_counts.failed) == (2, 0, 0)
+    told = {row["custom_id"]: row["error"]["code"] for row in rows_of(client, ended.error_file_id)}
+    assert told == {"a": "batch_cancelled", "b": "batch_cancelled"}
 
 
 def test_c35_a_batch_goes_on_after_a_restart_of_the_jobs_and_submits_nothing_twice(
