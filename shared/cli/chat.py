@@ -1,6 +1,7 @@
 """`diffleet chat`: a conversation in the terminal.
 
-Each answer is drawn while it is denoised and printed once. Ctrl-C ends the answer, Ctrl-D the conversation.
+Each answer is drawn while it is denoised and printed once. Ctrl-C ends the answer, Ctrl-D the conversation. Lines may
+come from a pipe: then the first that fails, or Ctrl-C, ends it all.
 """
 
 import asyncio
@@ -116,10 +117,14 @@ def command(conversation: Conversation, line: str) -> tuple[Conversation, Sequen
 
 
 def chat(url: str, conversation: Conversation) -> None:
-    """Read questions and print answers until the end of the input. Errors of one question do not end it."""
+    """Read questions and print answers until the end of the input.
+
+    On a terminal errors of one line do not end it. From a pipe the first one does, with `Stop`: what follows would be
+    asked otherwise than was meant.
+    """
     if sys.stdin.isatty():
         print(f"Chatting with {url}. /help: commands, Ctrl-C: end an answer, Ctrl-D: leave.", file=sys.stderr)
-    for line in _lines():
+    for nth, line in enumerate(_lines(), start=1):
         question: str | None = line
         try:
             _check_text(line)
@@ -128,6 +133,8 @@ def chat(url: str, conversation: Conversation) -> None:
                 for text in told:
                     print(text, file=sys.stderr)
         except Misuse as misuse:
+            if not sys.stdin.isatty():
+                raise Stop(Exit.USAGE, f"line {nth}: {misuse}") from None
             print(f"diffleet: {misuse}", file=sys.stderr)
             continue
         except EOFError:
@@ -150,6 +157,8 @@ def _turn(url: str, conversation: Conversation, prompt: str) -> Conversation:
     try:
         return conversation.answered(prompt, asyncio.run(_answer(url, conversation.ask(prompt))))
     except KeyboardInterrupt:
+        if not sys.stdin.isatty():
+            raise
         print("stopped", file=sys.stderr)
     except Stop as stop:
         if stop.exit_code is Exit.UNREACHABLE or not sys.stdin.isatty():
@@ -164,7 +173,7 @@ async def _answer(url: str, question: Question) -> str:
 
 
 def _lines() -> Iterator[str]:
-    """Yield what is typed, without blank lines; with line editing and history on a terminal."""
+    """Yield what is typed, line by line, stripped; with line editing and history on a terminal."""
     reconfigure = getattr(sys.stdin, "reconfigure", None)
     if reconfigure is not None:
         # One line that is no text must not end the reading of all.
@@ -173,13 +182,14 @@ def _lines() -> Iterator[str]:
         import readline  # noqa: F401  # pyright: ignore[reportUnusedImport]
     while True:
         try:
-            line = input("> " if sys.stdin.isatty() else "").strip()
+            line = input("> " if sys.stdin.isatty() else "")
         except EOFError:
             if sys.stdin.isatty():
                 print(file=sys.stderr)
             return
         except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
             print(file=sys.stderr)
-            continue
-        if line:
-            yield line
+        else:
+            yield line.strip()
