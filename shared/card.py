@@ -92,6 +92,13 @@ def unpack(fields: Mapping[str, bytes] | Mapping[bytes, bytes]) -> ModelCard:
     return ModelCard(**meta.model_dump(), files=files, digest=digest, created=created)
 
 
+def differences(one: ModelCard, other: ModelCard) -> tuple[str, ...]:
+    """Return the names of the fields and of the files in which two cards differ."""
+    fields = [name for name in _Meta.model_fields if getattr(one, name) != getattr(other, name)]
+    files = sorted({*one.files, *other.files})
+    return (*fields, *(name for name in files if one.files.get(name) != other.files.get(name)))
+
+
 class _Meta(BaseModel):
     """The JSON part of a card, checked where it enters a process. Fields of newer writers are ignored."""
 

@@ -16,7 +16,8 @@ from typing import Any, Self, assert_never
 
 from redis import exceptions
 
-from shared.card import ModelCard, pack
+from shared.adapters import TARGETS_FILE
+from shared.card import InvalidCard, ModelCard, differences, pack, unpack
 from shared.commands import LANES, WIRE_VERSION, Lane
 from shared.connection import Argument, FleetUnavailable, GroupMissing, Link, jitter_s
 from shared.events import Delta, Event, Failed, Finished, InvalidEvent, Snapshot, Started, decode_event, encode_event
@@ -26,6 +27,7 @@ from shared.lanes import Entry, LaneReader
 from shared.lua import script
 from shared.memory import NO_WORK, MemoryGauge
 from shared.orders import OrderBook, Orders
+from shared.roster import unpack_worker
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +58,21 @@ class Outcome(Enum):
     """The request is no longer this claim's: drop it, write nothing more."""
     GAP = -2
     """A seq is missing before it: a fault of the writer; nothing was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What became of a model's card when a worker published its own."""
+
+    differs: tuple[str, ...] = ()
+    """Fields and files in which the former card was another, `version` if it was written by another program; empty:
+    there was none, or the same."""
+    others: int = 0
+    """Other workers of the model that took requests then, if the former card was another."""
+    kept: bool = False
+    """The former one stays, since those others take adapters and this worker does not."""
+    adapters: bool = False
+    """The former one was of workers that take adapters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,12 +299,35 @@ class WorkerQueue:
                     found[request_id] = reason.decode(errors="replace")
         return found
 
-    async def publish_card(self, card: ModelCard) -> bool:
-        """Write the model card, unless the one there has its digest; return whether it took another one's place."""
-        fields: list[Argument] = [part for pair in pack(card).items() for part in pair]
-        replaced = await self._link.run_again(script("publish_card"), [card_key(card.name)], [card.digest, *fields])
+    async def publish_card(self, card: ModelCard) -> Published:
+        """Write the model card, unless the one there has its digest, or says the same and what adapters need besides.
+
+        That one stays while there are other workers: they go on taking requests with adapters.
+        """
+        key = card_key(card.name)
+        published = await self._compare(card, await self._link.read("HGETALL", key))
+        if not published.kept:
+            fields: list[Argument] = [part for pair in pack(card).items() for part in pair]
+            await self._link.run_again(script("publish_card"), [key], [card.digest, *fields])
         await self._link.read("SADD", MODELS, card.name)
-        return replaced == 1
+        return published
+
+    async def _compare(self, card: ModelCard, fields: dict[bytes, bytes]) -> Published:
+        if not fields or fields.get(b"digest") == card.digest.encode():
+            return Published()
+        keys = self._partitions[0].keys
+        ids: list[bytes] = await self._link.read("ZRANGE", keys.workers(), 0, -1)
+        found = [unpack_worker(await self._link.read("HGETALL", keys.worker(name.decode()))) for name in ids]
+        others = sum(info is not None and info.state == "ready" and info.id != self._worker for info in found)
+        try:
+            former = unpack(fields)
+        except InvalidCard:
+            return Published(("version",), others)
+        # A newer program may say what this one cannot read.
+        differs = differences(card, former) or ("version",)
+        adapters = TARGETS_FILE in former.files
+        kept = differs == (TARGETS_FILE,) and adapters and TARGETS_FILE not in card.files and others > 0
+        return Published(differs, others, kept, adapters)
 
     async def restore_card(self, card: ModelCard) -> None:
         """Write the model card if there is none at all: Redis has restarted without its data."""

@@ -23,6 +23,7 @@ from shared.orders import Orders
 from shared.queue import Claim, Outcome, WorkerQueue
 from shared.tracing import NO_SPAN, Span, Tracing, Untraced, asked, close_with, span_name
 from worker.adapters.ports import AdapterFaulty, Adapters, AdaptersFull, AdapterUnavailable
+from worker.card_news import card_news
 from worker.engine.ports import Arrival, Outbox, Resume
 from worker.mailbox import Mailbox
 from worker.metrics import Metrics
@@ -216,12 +217,9 @@ class Bridge:
         self._hurry_claim = asyncio.Event()
         queue = self._connect()
         try:
-            if await queue.publish_card(self._card):
-                log.warning(
-                    "the card of model %s was another's: weights, tokenizer, limits or what adapters need. Fronts "
-                    "follow this one; a worker that still serves the former under the same name gives other answers",
-                    self._card.name,
-                )
+            news = card_news(self._card.name, await queue.publish_card(self._card))
+            if news is not None:
+                log.log(*news)
             # Before the first claim: an order that comes later is news, whenever it is looked at.
             self._follow(await queue.orders())
             self._started.set()

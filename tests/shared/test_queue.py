@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from shared import keys as names
+from shared.adapters import TARGETS_FILE
 from shared.client import FleetClient, IdempotencyConflict, QueueFull, UnknownModel
 from shared.commands import LANES
 from shared.connection import FleetUnavailable, Link
@@ -16,7 +17,7 @@ from shared.events import Failed, Finished, Queued, Started, Usage, decode_event
 from shared.heart import Heart, Held, HeldState
 from shared.keys import Keys
 from shared.lua import script
-from shared.queue import Outcome, WorkerQueue
+from shared.queue import Outcome, Published, WorkerQueue
 from shared.roster import WorkerInfo
 from tests.shared.protocol_for_tests import (
     MODEL,
@@ -642,6 +643,43 @@ async def test_a_card_knows_since_when_it_is_there(
     assert int(fleet_redis.hget(names.card(MODEL), "created")) >= created
 
 
+ADAPTED = replace(card_of(), digest="", files={TARGETS_FILE: b"{}"})
+
+
+@pytest.mark.parametrize("alone", [True, False])
+async def test_a_worker_without_adapters_leaves_the_card_of_others_that_take_them(
+    alone: bool, fleet: FleetClient, new_queue: NewQueue, new_heart: Any
+) -> None:
+    await new_queue("w1").publish_card(ADAPTED)
+    # Its own beat is none of another worker, nor is that of one which has ended.
+    new_heart("w2").beat({}, WorkerInfo("w2", MODEL, "ready"))
+    new_heart("w3").beat({}, WorkerInfo("w3", MODEL, "draining"))
+    if not alone:
+        new_heart("w1").beat({}, WorkerInfo("w1", MODEL, "ready"))
+    published = await new_queue("w2").publish_card(card_of())
+    assert published == Published((TARGETS_FILE,), others=0 if alone else 1, kept=not alone, adapters=True)
+    assert (await fleet.card(MODEL)).files == ({} if alone else ADAPTED.files)
+
+
+async def test_who_publishes_another_card_hears_what_is_other_in_it(new_queue: NewQueue, new_heart: Any) -> None:
+    queue = new_queue("w2")
+    assert await queue.publish_card(card_of()) == Published()
+    assert await queue.publish_card(card_of()) == Published()
+    new_heart("w1").beat({}, WorkerInfo("w1", MODEL, "ready"))
+    assert await queue.publish_card(ADAPTED) == Published((TARGETS_FILE,), others=1)
+    changed = replace(ADAPTED, digest="", max_model_len=32, files={"tokenizer.json": b"1"})
+    told = ("max_model_len", TARGETS_FILE, "tokenizer.json")
+    assert await queue.publish_card(changed) == Published(told, others=1, adapters=True)
+
+
+async def test_a_card_that_nobody_here_can_read_is_replaced(
+    fleet: FleetClient, queue: WorkerQueue, fleet_redis: Any
+) -> None:
+    fleet_redis.hset(names.card(MODEL), mapping={"v": "99", "digest": "other"})
+    assert await queue.publish_card(card_of()) == Published(("version",))
+    assert await fleet.card(MODEL) == card_of()
+
+
 async def test_live_workers_are_listed_with_what_they_say(
     fleet: FleetClient, queue: WorkerQueue, new_heart: Any, fleet_redis: Any
 ) -> None:
@@ -681,4 +719,5 @@ async def test_a_server_that_is_away_is_said_so_in_time(monkeypatch: pytest.Monk
 
 async def test_a_card_that_takes_anothers_place_is_told(new_queue: NewQueue) -> None:
     queue = new_queue("w1")
-    assert [await queue.publish_card(card_of(digest=digest)) for digest in ("a", "a", "b")] == [False, False, True]
+    told = [(await queue.publish_card(card_of(digest=digest))).differs for digest in ("a", "a", "b")]
+    assert told == [(), (), ("version",)]

@@ -9,7 +9,7 @@ from shared.commands import Generate, encode_command
 from shared.connection import FleetUnavailable
 from shared.events import Delta, Failed, Finished, Snapshot, Started
 from shared.orders import Orders
-from shared.queue import Claim, Outcome
+from shared.queue import Claim, Outcome, Published
 
 
 @dataclass
@@ -130,10 +130,10 @@ class QueueForTests:
         self._fail_if_down()
         return {name: reason for name, reason in self.abort_reasons.items() if name in request_ids}
 
-    async def publish_card(self, card: ModelCard) -> bool:
+    async def publish_card(self, card: ModelCard) -> Published:
         self._fail_if_down()
         self.card = card
-        return False
+        return Published()
 
     async def restore_card(self, card: ModelCard) -> None:
         self._fail_if_down()
