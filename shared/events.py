@@ -148,6 +148,8 @@ class Finished:
     usage: Usage
     embedding: str | None = None
     """Base64 of little-endian float32: what a request for an embedding has asked for."""
+    ended_ms: int = field(default=0, compare=False)
+    """When its worker wrote that it had ended, in ms since 1970; 0: an older worker, or none, has written it."""
     t: Literal["finished"] = "finished"
 
 

@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Self, assert_never
 
@@ -258,6 +258,8 @@ class WorkerQueue:
         """Commit the last block, the terminal event and the acknowledgement together; idempotent, retried."""
         keys, lanes = _names(terminal.id)
         names = [keys.request(terminal.id), keys.log(terminal.id), keys.channel(terminal.id), keys.rate(), *lanes]
+        if isinstance(terminal, Finished):
+            terminal = replace(terminal, ended_ms=time.time_ns() // 1_000_000)
         ending: list[Argument] = [terminal.seq, terminal.t, encode_event(terminal)]
         block = _costs(terminal) if last is None else _block(last)
         args = [terminal.epoch, self._worker, GROUP, _state(terminal), *ending, *block]

@@ -4,6 +4,7 @@ So any front can tell any part of the stream, with the same sequence numbers, at
 event log is kept for it.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, assert_never
 
@@ -12,8 +13,12 @@ import orjson
 from api.errors import ApiError
 from api.responses.output import Called, Change, Output, Said, Status
 from api.responses.store import Record
+from shared.client import Result
 from shared.events import Delta, Failed, Finished, Queued, Snapshot, Started, Usage
 from shared.text import Tokenizer
+
+_IN_PROGRESS = 2
+"""Number of `response.in_progress`."""
 
 
 def output_of(record: Record, tokenizer: Tokenizer | None) -> Output:
@@ -29,6 +34,7 @@ def response_object(
         "id": record.id,
         "object": "response",
         "created_at": record.created_at,
+        "completed_at": None,
         "status": status,
         "background": record.background,
         "error": None,
@@ -52,6 +58,9 @@ def response_object(
     if status == "incomplete":
         content["incomplete_details"] = {"reason": "max_output_tokens"}
     if isinstance(end, Finished):
+        if status == "completed" and end.ended_ms:
+            # Two machines' clocks may differ.
+            content["completed_at"] = max(record.created_at, end.ended_ms // 1000)
         content["usage"] = usage_fields(end.usage)
         content["finish_detail"] = end.detail
     return content
@@ -101,18 +110,27 @@ class EventWriter:
             case _:
                 assert_never(event)
 
+    @property
+    def last_number(self) -> int:
+        """Number of the event that was told last."""
+        return max(0, self._number - 1)
+
     def frame(self, canvas: Mapping[str, object]) -> dict[str, Any]:
         """Return a frame of the canvas: it may be lost, so it takes no number of its own."""
         return {
             "type": "response.diffusion.frame",
-            "sequence_number": max(0, self._number - 1),
+            "sequence_number": self.last_number,
             "output_index": 0,
             "diffusion": canvas,
         }
 
     def error(self, error: ApiError) -> dict[str, Any]:
-        """Return the event of a stream that breaks off; the response itself may go on."""
-        return self._numbered("error", code=error.code, message=error.message, param=error.param)
+        """Return the event of a stream that breaks off; the response itself may go on.
+
+        It takes no number of its own: who resumes behind it would miss the event that has the number.
+        """
+        told = {"code": error.code, "message": error.message, "param": error.param}
+        return {"type": "error", "sequence_number": self.last_number, **told}
 
     def _run(self) -> Iterator[dict[str, Any]]:
         if not self._running:
@@ -185,6 +203,16 @@ class EventWriter:
         event = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
         return event
+
+
+def last_number(record: Record, tokenizer: Tokenizer | None, result: Result) -> int:
+    """Return the highest number of an event that anybody can have been told of a response so far."""
+    writer = EventWriter(record, tokenizer)
+    events = result.deltas if result.end is None else [*result.deltas, result.end]
+    for _ in (*writer.begin(), *itertools.chain.from_iterable(map(writer.of, events))):
+        pass
+    # That it is in progress may have been told before there is a durable event.
+    return max(_IN_PROGRESS, writer.last_number)
 
 
 def _place(item: Said, index: int) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from api.requests import Call, to_generate
 from api.responses.items import as_items, to_messages
 from api.responses.output import Output
 from api.responses.schemas import ResponseBody, check_effects
-from api.responses.shape import EventWriter, output_of, response_object, sse
+from api.responses.shape import EventWriter, last_number, output_of, response_object, sse
 from api.responses.store import Record
 from api.sse import KEEPALIVE, EventStream
 from api.structure.constraints import constraint_of
@@ -131,10 +131,15 @@ async def retrieve(
     stream: Annotated[bool, Query()] = False,
     starting_after: Annotated[int | None, Query(ge=-1, lt=COUNT_LIMIT)] = None,
 ) -> Response:
-    """Return a stored response, or its events behind `starting_after`: those that are past, then those to come."""
+    """Return a stored response, or its events behind `starting_after`: those that are past, then those to come.
+
+    Behind the last event of a response that has ended there is nothing: a stream without an event.
+    """
     record = await _find(services, caller, response_id)
     tokenizer = await _tokenizer(services, record)
     if stream:
+        if starting_after is not None:
+            await _check_start(starting_after, record, tokenizer, services)
         subject = Subject(record.request_id, record.model, record.prompt_tokens)
         follow = services.relay.resume(subject, request.receive)
         try:
@@ -277,6 +282,13 @@ async def _find(services: Services, caller: Caller, response_id: str) -> Record:
     if record is None:
         raise ApiError(404, "not_found", f"there is no response {response_id[:80]!r}", "response_id")
     return record
+
+
+async def _check_start(after: int, record: Record, tokenizer: Tokenizer | None, services: Services) -> None:
+    """Raise `ApiError` for a number that no event has had so far: its stream would keep silent for no told reason."""
+    last = last_number(record, tokenizer, await services.fleet.result(record.request_id))
+    if after > last:
+        raise invalid("starting_after", f"starting_after must be at most {last}: no event has a higher number so far")
 
 
 def _of_result(record: Record, result: Result, output: Output) -> dict[str, Any]:

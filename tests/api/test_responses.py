@@ -1,13 +1,16 @@
 """What can be proved of responses without a fleet: numbering is a function of the durable events."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api.responses.shape import EventWriter
+from api.errors import ApiError
+from api.responses.shape import EventWriter, last_number, output_of, response_object
 from api.responses.store import Record
+from shared.client import Result
 from shared.events import Delta, Event, Failed, Finished, Queued, Started, Usage
 
 RECORD = Record("resp_1", "r_m.0_1", "m", 5, 3, True, True, (), (), {})
@@ -55,3 +58,45 @@ def test_every_stream_ends_with_its_response_once(texts: list[str], end: Finishe
         assert response["output"][0]["content"][0]["text"] == deltas
     assert response["status"] in ("completed", "incomplete", "cancelled", "failed")
     assert (response["error"] is None) == isinstance(end, Finished)
+
+
+@given(st.lists(st.sampled_from(["", "a", "bc"]), max_size=5), ENDS, st.data())
+def test_no_event_of_what_has_come_so_far_has_a_higher_number_than_the_last(
+    texts: list[str], end: Finished | Failed, data: st.DataObject
+) -> None:
+    events = durable(texts, end)
+    so_far = events[: data.draw(st.integers(1, len(events)))]
+    deltas = [event for event in so_far if isinstance(event, Delta)]
+    result = Result("r", "running", "m", "", [], end if end in so_far else None, deltas)
+    # It may be told that the response is in progress while the log does not say so yet.
+    seen = told([so_far[0], Started("r", 1, "w"), *so_far[1:]])
+    assert last_number(RECORD, None, result) == seen[-1]["sequence_number"]
+
+
+@given(st.lists(st.sampled_from(["a", "bc"]), max_size=5), ENDS, st.data())
+def test_who_resumes_behind_a_stream_that_broke_off_misses_nothing(
+    texts: list[str], end: Finished | Failed, data: st.DataObject
+) -> None:
+    events = durable(texts, end)
+    whole = told(events)
+    writer = EventWriter(RECORD)
+    seen = [*writer.begin()]
+    for event in events[: data.draw(st.integers(0, len(events)))]:
+        seen += writer.of(event)
+    broken = writer.error(ApiError(503, "server_is_overloaded", "the server shuts down"))
+    behind = [event for event in whole if event["sequence_number"] > broken["sequence_number"]]
+    assert seen + behind == whole
+
+
+@given(ENDS, st.integers(0, 2**41), st.integers(0, 2**31))
+def test_only_a_completed_response_tells_when_and_never_a_time_before_it_was_created(
+    end: Finished | Failed, ended_ms: int, created: int
+) -> None:
+    record = replace(RECORD, created_at=created)
+    stamped = replace(end, ended_ms=ended_ms) if isinstance(end, Finished) else end
+    status = output_of(record, None).status(stamped)
+    at = response_object(record, status, None, stamped)["completed_at"]
+    if status == "completed" and ended_ms:
+        assert at == max(created, ended_ms // 1000)
+    else:
+        assert at is None

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import signal
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -408,6 +409,40 @@ def test_c36_a_background_stream_goes_on_without_its_reader(client: OpenAI, flee
     with client_of(fleet.other.url) as other:
         rest = list(other.responses.retrieve(first.response.id, stream=True, starting_after=0))
     assert rest[0].sequence_number == 1 and rest[-1].type == "response.incomplete"
+
+
+def test_c36_a_number_that_no_event_has_had_is_refused_and_behind_the_last_one_nothing_comes(
+    client: OpenAI, fleet: LiveFleet
+) -> None:
+    waiting = client.responses.create(model=IDLE, input="x", background=True)
+    ended = client.responses.create(model=MODEL, input="What is 12 + 30?", max_output_tokens=12)
+    last = list(client.responses.retrieve(ended.id, stream=True))[-1].sequence_number
+    with client_of(fleet.other.url) as other:
+        for response, highest in ((waiting, 2), (ended, last)):
+            with pytest.raises(openai.BadRequestError, match=f"at most {highest}") as refused:
+                other.responses.retrieve(response.id, stream=True, starting_after=highest + 1)
+            assert refused.value.param == "starting_after"
+        rest = other.responses.with_raw_response.retrieve(
+            ended.id, extra_query={"stream": "true", "starting_after": str(last)}
+        )
+        assert (rest.status_code, rest.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+        assert rest.content == b""
+    client.responses.cancel(waiting.id)
+
+
+def test_c36_a_response_tells_when_it_was_completed_however_it_is_read(client: OpenAI, fleet: LiveFleet) -> None:
+    before = int(time.time())
+    ended = client.responses.create(model=MODEL, input="What is 12 + 30?")
+    assert ended.status == "completed"
+    at: Any = ended.to_dict()["completed_at"]
+    assert before <= ended.created_at <= at <= time.time()
+    with client_of(fleet.other.url) as other:
+        assert other.responses.retrieve(ended.id).to_dict()["completed_at"] == at
+        events: list[Any] = list(other.responses.retrieve(ended.id, stream=True))
+    assert events[-1].response.to_dict()["completed_at"] == at
+    assert events[0].response.to_dict()["completed_at"] is None
+    cut = client.responses.create(model=MODEL, input="Tell me a story.", max_output_tokens=2)
+    assert (cut.status, cut.to_dict()["completed_at"]) == ("incomplete", None)
 
 
 def test_c36_responses_are_cancelled_continued_listed_and_deleted(client: OpenAI, http: httpx.Client) -> None:

@@ -1,6 +1,7 @@
 """Each step of the protocol by example, on a real server."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -351,6 +352,16 @@ async def test_one_epoch_handed_out_twice_by_a_server_that_lost_a_second_has_one
     assert await first.emit([block_of(claim, 0)]) == [Outcome.FENCED]
     assert await second.emit([block_of(claim, 0)]) == [Outcome.OK]
     await finish(second, claim)
+
+
+async def test_the_event_of_an_end_tells_when(fleet: FleetClient, queue: WorkerQueue) -> None:
+    command = command_for()
+    await fleet.submit(command)
+    [claim] = await queue.take(1)
+    before = time.time_ns() // 1_000_000
+    await finish(queue, claim)
+    end = (await fleet.result(command.id)).end
+    assert isinstance(end, Finished) and before <= end.ended_ms <= time.time_ns() // 1_000_000
 
 
 # --- leases
