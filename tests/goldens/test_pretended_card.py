@@ -18,7 +18,7 @@ from shared.adapters import digest_of
 from shared.commands import Generate, Limits, LogitEdits, Sampling
 from shared.decoding import Renoise, Threshold
 from tests.goldens import test_diffusion_gemma as gemma
-from tests.goldens.folder import Entry, GoldenFolder, find_folders, load_golden
+from tests.goldens.folder import DEVICE, Entry, GoldenFolder, find_folders, load_golden
 from tests.goldens.passes import run_canvas, run_pass, to_passes
 from tests.goldens.runs import Run
 from tests.goldens.test_goldens import FAMILIES, LOGIT_TOLERANCE, PASSES, make_engine, run
@@ -35,6 +35,8 @@ from worker.canvas_runner import CanvasRunner
 from worker.engine.engine import Engine
 from worker.engine.scheduler import BatchLimits, CacheShape
 from worker.models import LoadedModel, load_model
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="a real card runs all golden tests itself")
 
 
 @dataclass(frozen=True, slots=True)
