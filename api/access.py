@@ -17,7 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from api.errors import ApiError, path_of, render
+from api.errors import ApiError, render
+from shared.complaints import path_of
 from shared.telemetry import note
 
 KeyScope = Literal["inference", "admin"]

@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, assert_never, cast
+from typing import assert_never
 
 import orjson
 from fastapi import FastAPI, Request
@@ -21,6 +20,7 @@ from shared.client import (
     UnknownModel,
     UnknownRequest,
 )
+from shared.complaints import complaint_in, complaint_of, path_of
 from shared.events import Failed
 from shared.telemetry import note
 
@@ -144,75 +144,6 @@ def of_validation(error: ValidationError, body: object) -> ApiError:
     return invalid(param or None, first.about(param or "the body"), first.code)
 
 
-@dataclass(frozen=True, slots=True)
-class Complaint:
-    """What is wrong with a part of a body."""
-
-    place: tuple[int | str, ...]
-    told: str
-    code: str
-
-    def about(self, field: str) -> str:
-        return f"{field} {self.told}" if self.told.startswith(("must ", "is ")) else f"{field}: {self.told}"
-
-
-def complaint_of(error: ValidationError, body: object) -> Complaint:
-    """Return the first complaint about a body, in JSON's words."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    return _complaint(first, _place(first["loc"], body, missing=first["type"] == "missing"))
-
-
-def _complaint(first: Mapping[str, Any], place: tuple[int | str, ...]) -> Complaint:
-    context = first.get("ctx", {})
-    place = (*place, *context.get("at", ()))
-    match first["type"]:
-        case "missing":
-            return Complaint(place, "is required", "missing_required_parameter")
-        case "extra_forbidden":
-            return Complaint(place, "is not a known option", "unknown_parameter")
-        case kind if kind in _WORDS:
-            return Complaint(place, _WORDS[kind].format(**context), "invalid_value")
-        case _:
-            return Complaint(place, first["msg"].replace("Input should", "must", 1), "invalid_value")
-
-
-_WORDS: Mapping[str, str] = {
-    "model_type": "must be an object",
-    "dict_type": "must be an object",
-    "list_type": "must be a list",
-    "tuple_type": "must be a list",
-    "string_type": "must be a string",
-    "int_type": "must be an integer",
-    "int_from_float": "must be an integer",
-    "float_type": "must be a number",
-    "bool_type": "must be true or false",
-    "too_short": "must have at least {min_length} items",
-    "too_long": "must have at most {max_length} items",
-    "string_too_short": "must have at least {min_length} characters",
-    "string_too_long": "must have at most {max_length} characters",
-}
-"""JSON's words where pydantic has Python's."""
-
-
-def _place(location: tuple[int | str, ...], body: object, missing: bool) -> tuple[int | str, ...]:
-    """Return as much of a location as leads through the body: pydantic adds the branches of unions to it."""
-    for depth, part in enumerate(location):
-        match body:
-            case dict() if part in body or (missing and depth == len(location) - 1):
-                body = cast(dict[int | str, object], body).get(part)
-            case list() if isinstance(part, int) and part < len(cast(list[object], body)):
-                body = cast(list[object], body)[part]
-            case _:
-                return location[:depth]
-    return location
-
-
-def path_of(location: tuple[int | str, ...]) -> str:
-    """Return `messages[0].content` for ("messages", 0, "content")."""
-    parts = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
-    return parts.removeprefix(".")
-
-
 def render(error: ApiError) -> Response:
     note(code=error.code)
     content = orjson.dumps({"error": error.body})
@@ -244,7 +175,7 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, RequestValidationError)
         first = error.errors()[0]
         param = path_of(tuple(first["loc"][1:]))
-        return render(invalid(param, _complaint(first, ()).about(param)))
+        return render(invalid(param, complaint_in(first, ()).about(param)))
 
     def gone(_: Request, __: Exception) -> Response:
         return Response(status_code=CLIENT_GONE)

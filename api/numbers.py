@@ -4,7 +4,7 @@ import json
 import math
 from typing import cast
 
-from api.errors import path_of
+from shared.complaints import path_of
 
 
 def beyond_range(body: bytes) -> str:

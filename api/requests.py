@@ -9,12 +9,13 @@ from typing import Any, assert_never
 from pydantic import TypeAdapter, ValidationError
 
 from api.catalog import ServedModel
-from api.errors import ApiError, invalid, path_of, unsupported
+from api.errors import ApiError, invalid, unsupported
 from api.infill import Fill
 from api.penalties import edits_of
 from api.schemas import MOST_CHOICES, DiffusionOptions, GenerationBody, Preset, WebhookBody
 from shared.card import ModelCard
 from shared.commands import Generate, Lane, Limits, Preview, Sampling, Webhook
+from shared.complaints import path_of
 from shared.constraints import Constraint
 from shared.decoding import Decoding
 from shared.keys import new_request_id, pick_partition

@@ -13,9 +13,10 @@ import orjson
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from api.errors import complaint_of, invalid, of_validation, unsupported
+from api.errors import invalid, of_validation, unsupported
 from api.metadata import Metadata
 from shared.commands import COUNT_LIMIT, MOST_LOGPROBS, MS_LIMIT
+from shared.complaints import complaint_of
 from shared.decoding import Confidence, Strategy
 
 StreamMode = Literal["block_append", "denoise"]

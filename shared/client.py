@@ -15,11 +15,12 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Thread
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar
 
 import orjson
 
 from shared.admission import Admission
+from shared.arguments import InvalidArgument, check_count, check_text, checked, prompt_parts
 from shared.card import ModelCard, unpack
 from shared.commands import LANES, WIRE_VERSION, Generate, Lane, Limits, Preview, Sampling, encode_command
 from shared.connection import Argument, FleetUnavailable, Link
@@ -36,7 +37,7 @@ from shared.queue_state import QueueState, read_queue
 from shared.roster import WorkerInfo, unpack_worker
 from shared.settings import ServiceSettings
 from shared.subscriber import Subscriber, Unknown
-from shared.text import Tokenizer
+from shared.text import InvalidText, TemplateError, Tokenizer
 from shared.webhooks import encode_hook
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "FleetClient",
     "FleetUnavailable",
     "IdempotencyConflict",
+    "InvalidArgument",
     "OutputTooLong",
     "PromptTooLong",
     "QueueFull",
@@ -203,10 +205,11 @@ class FleetClient:
         """Queue a request. Submitting the same id again changes nothing. Unset, `queue_limit` is `QUEUE_LIMIT`.
 
         Raises `UnknownModel`, `QueueFull`, `TenantFull`, `IdempotencyConflict`, `FleetUnavailable` (then a retry with
-        the same command is safe), ValueError if the id is not one of the model's.
+        the same command is safe), `InvalidArgument`, also for an id that is not one of the model's.
         """
-        if model_of(command.id) != command.model:
-            raise ValueError(f"id {command.id!r} is not a request id of model {command.model!r}")
+        _check_owner(command)
+        check_count("queue_limit", QUEUE_LIMIT if queue_limit is None else queue_limit, least=0)
+        check_count("retention_ms", retention_ms, least=1)
         card = await self.card(command.model)
         keys = Keys.of(command.id)
         await self._check_memory(keys, command.lane)
@@ -261,9 +264,10 @@ class FleetClient:
         """Yield the events with seq > `after` up to the terminal one: no gap, no repeat, whoever runs the request.
 
         Previews come between them, if wanted. A request that Redis has lost ends with `Failed(code="lost")`. Raises
-        `UnknownRequest`, `FleetUnavailable`.
+        `UnknownRequest`, `FleetUnavailable`, `InvalidArgument`.
         """
         _check_id(request_id)
+        check_count("after", after, least=0)
         async with self._subscriber.attach(request_id, after, previews) as mailbox:
             try:
                 async for event in self._subscriber.events(mailbox):
@@ -313,7 +317,7 @@ class FleetClient:
         temperature: float | None = None,
         top_p: float = 1.0,
         top_k: int = 0,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         decoding: Decoding | None = None,
         previews: bool = False,
         lane: Lane = "std",
@@ -322,15 +326,17 @@ class FleetClient:
         """Continue a text, token ids, or chat messages (dicts with `role` and `content`), and yield its events.
 
         Unset, `max_tokens` is what the model has room for, 512 at most; `seed` is random; `temperature` the model's
-        own. Raises as `run`, `PromptTooLong`, and `OutputTooLong` for more `max_tokens` than there is room for.
+        own. Raises as `run`, `PromptTooLong`, `OutputTooLong` for more `max_tokens` than there is room for, and
+        `InvalidArgument` for whatever else is wrong.
         """
         command = await self.command(
             model,
             prompt,
-            sampling=Sampling(top_p=top_p, top_k=top_k),
+            sampling=checked(Sampling, {"top_p": top_p, "top_k": top_k}),
             temperature=temperature,
             seed=seed,
-            limits=Limits(stop=tuple(stop), total_ms=total_ms),
+            # One string is a sequence too, of its letters.
+            limits=checked(Limits, {"stop": (stop,) if isinstance(stop, str) else stop, "total_ms": total_ms}),
             max_tokens=max_tokens,
             decoding=decoding,
             preview=Preview() if previews else None,
@@ -354,38 +360,53 @@ class FleetClient:
         preview: Preview | None,
         lane: Lane,
     ) -> Generate:
-        """Build the command of `generate`: tokenised, with its seed drawn and the model's defaults filled in."""
+        """Build the command of `generate`: tokenised, with its seed drawn and the model's defaults filled in.
+
+        Raises `UnknownModel`, `PromptTooLong`, `OutputTooLong`, `InvalidArgument`.
+        """
+        check_text("model", model)
         card = await self.card(model)
-        token_ids = await self.encode(card, prompt)
-        room = card.max_model_len - len(token_ids)
-        if room < 1:
-            raise PromptTooLong(len(token_ids), card.max_model_len)
         chosen = {
             "seed": secrets.randbits(63) if seed is None else seed,
             "temperature": card.temperature if temperature is None else temperature,
         }
-        if max_tokens is not None and max_tokens > room:
-            raise OutputTooLong(len(token_ids), max_tokens, card.max_model_len)
-        length = min(DEFAULT_MAX_TOKENS, room) if max_tokens is None else max_tokens
-        return Generate(
-            id=new_request_id(model, pick_partition(card.partitions)),
-            model=model,
-            prompt=tuple(token_ids),
-            sampling=Sampling.model_validate(sampling.model_dump() | chosen),
-            limits=Limits.model_validate(limits.model_dump() | {"max_tokens": length}),
-            decoding=decoding,
-            preview=preview,
-            lane=lane,
-        )
+        own_sampling = checked(Sampling, sampling.model_dump() | chosen)
+        longest = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
+        own_limits = checked(Limits, limits.model_dump() | {"max_tokens": longest})
+        token_ids = await self.encode(card, prompt)
+        room = card.max_model_len - len(token_ids)
+        if room < 1:
+            raise PromptTooLong(len(token_ids), card.max_model_len)
+        if max_tokens is not None and own_limits.max_tokens > room:
+            raise OutputTooLong(len(token_ids), own_limits.max_tokens, card.max_model_len)
+        given = {
+            "id": new_request_id(model, pick_partition(card.partitions)),
+            "model": model,
+            "prompt": tuple(token_ids),
+            "sampling": own_sampling,
+            "limits": own_limits.model_copy(update={"max_tokens": min(own_limits.max_tokens, room)}),
+            "decoding": decoding,
+            "preview": preview,
+            "lane": lane,
+        }
+        return checked(Generate, given)
 
     async def encode(self, card: ModelCard, prompt: str | Sequence[int] | Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the token ids of a text, of ids, or of chat messages."""
-        if isinstance(prompt, str):
-            return (await self.tokenizer(card)).encode(prompt)
-        if all(isinstance(part, int) for part in prompt):
-            return list(cast(Sequence[int], prompt))
-        messages = [dict(message) for message in cast(Sequence[Mapping[str, Any]], prompt)]
-        return (await self.tokenizer(card)).encode_chat(messages)
+        """Return the token ids of a text, of ids, or of chat messages; raises `InvalidArgument`."""
+        try:
+            if isinstance(prompt, str):
+                token_ids = (await self.tokenizer(card)).encode(prompt)
+            else:
+                parts = prompt_parts(prompt, card.vocab_size)
+                messages = [part for part in parts if isinstance(part, dict)]
+                token_ids = [part for part in parts if isinstance(part, int)]
+                if messages:
+                    token_ids = (await self.tokenizer(card)).encode_chat(messages)
+        except (InvalidText, TemplateError) as error:
+            raise InvalidArgument("prompt", str(error)) from None
+        if not token_ids:
+            raise InvalidArgument("prompt", "is empty")
+        return token_ids
 
     async def tokenizer(self, card: ModelCard) -> Tokenizer:
         """Return the tokenizer of a card, built once for each digest, off the event loop."""
@@ -596,7 +617,7 @@ class Fleet:
         max_tokens: int | None = None,
         seed: int | None = None,
         temperature: float | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         decoding: Decoding | None = None,
         previews: bool = False,
     ) -> Iterator[Event]:
@@ -675,7 +696,15 @@ class Fleet:
         self._loop.close()
 
 
+def _check_owner(command: Generate) -> None:
+    with contextlib.suppress(ValueError):
+        if model_of(command.id) == command.model:
+            return
+    raise InvalidArgument("id", f"must be a request id of model {command.model!r}, which {command.id[:120]!r} is not")
+
+
 def _check_id(request_id: str) -> None:
+    check_text("request_id", request_id)
     try:
         model_of(request_id)
     except ValueError:

@@ -17,11 +17,12 @@ from api.answers import json_response
 from api.bundle import Bundle
 from api.catalog import Catalog, ServedModel
 from api.deps import ServicesDep, json_body
-from api.errors import ApiError, invalid, path_of
+from api.errors import ApiError, invalid
 from api.openapi import ERROR_RESPONSES, request_body
 from api.requests import Call, check_prompt
 from api.schemas import Adapters, Prompts, StrictBody
 from shared.commands import COUNT_LIMIT, Generate, Limits
+from shared.complaints import path_of
 
 router = APIRouter(tags=["openai"])
 

@@ -10,9 +10,10 @@ from starlette.responses import Response
 
 from api.answers import json_response
 from api.deps import ServicesDep, json_body
-from api.errors import invalid, path_of
+from api.errors import invalid
 from api.openapi import ERROR_RESPONSES, request_body
 from api.schemas import ChatMessage, Integer, StrictBody
+from shared.complaints import path_of
 
 router = APIRouter(tags=["native"])
 

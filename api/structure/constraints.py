@@ -7,10 +7,11 @@ from typing import Any, cast
 import orjson
 from pydantic import ValidationError
 
-from api.errors import ApiError, complaint_of, invalid, path_of, unsupported
+from api.errors import ApiError, invalid, unsupported
 from api.schemas import GenerationBody
 from api.structure.tools import Offer
 from shared.card import ModelCard
+from shared.complaints import complaint_of, path_of
 from shared.constraints import Choice, Constraint, JsonObject, JsonSchema, Lark, Regex, ToolCalls
 from shared.grammar import InvalidConstraint, check
 

@@ -8,7 +8,8 @@ from typing import Any, cast
 import orjson
 from pydantic import ValidationError
 
-from api.errors import complaint_of, invalid, path_of, unsupported
+from api.errors import invalid, unsupported
+from shared.complaints import complaint_of, path_of
 from shared.constraints import MOST_TOOLS, Tool, ToolCalls
 from shared.grammar import CALL_END, CALL_START
 

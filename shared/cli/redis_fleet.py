@@ -9,7 +9,7 @@ from shared.cli.canvas import Canvas, Cell
 from shared.cli.exits import Exit, Stop
 from shared.cli.loras import stop_unknown
 from shared.cli.question import Question
-from shared.client import FleetClient, FleetUnavailable, PromptTooLong, QueueFull, UnknownModel
+from shared.client import FleetClient, FleetUnavailable, InvalidArgument, PromptTooLong, QueueFull, UnknownModel
 from shared.commands import Generate, Limits, LoraUse, Preview, Sampling
 from shared.constraints import JsonSchema
 from shared.decoding import STRATEGIES, Decoding
@@ -39,7 +39,7 @@ async def ask(redis_url: str, question: Question, *, frames: bool) -> AsyncGener
         raise Stop(Exit.UNREACHABLE, f"no Redis answers at the given --redis-url: {error}") from error
     except ValidationError as error:
         raise Stop(Exit.REFUSED, _complaint(error)) from error
-    except (UnknownModel, PromptTooLong) as error:
+    except (UnknownModel, PromptTooLong, InvalidArgument) as error:
         raise Stop(Exit.REFUSED, str(error)) from error
     except QueueFull as error:
         raise Stop(Exit.FAILED, str(error)) from error

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from api.errors import path_of
 from shared.commands import COUNT_LIMIT
+from shared.complaints import path_of
 from tests.api.scripted import CARD, Caller, ScriptedFleet
 
 WRONG: list[Any] = [True, -1, "x", "", [], [{}], [[5]], {"x": 1}, {"type": "x"}]

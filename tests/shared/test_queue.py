@@ -11,7 +11,7 @@ import pytest
 
 from shared import keys as names
 from shared.adapters import TARGETS_FILE
-from shared.client import FleetClient, IdempotencyConflict, QueueFull, UnknownModel
+from shared.client import FleetClient, IdempotencyConflict, InvalidArgument, QueueFull, UnknownModel
 from shared.commands import LANES
 from shared.connection import FleetUnavailable, Link
 from shared.events import Failed, Finished, Queued, Started, Usage, decode_event
@@ -153,7 +153,7 @@ async def test_a_model_that_nobody_announced_is_unknown(fleet: FleetClient, queu
     with pytest.raises(UnknownModel) as unknown:
         await fleet.submit(command_for("other"))
     assert unknown.value.known == (MODEL,)
-    with pytest.raises(ValueError, match="not a request id"):
+    with pytest.raises(InvalidArgument, match="id must be a request id of model"):
         await fleet.submit(command_for().model_copy(update={"model": "other"}))
 
 
