@@ -10,6 +10,7 @@ from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from api.access import KEY_PREFIX, ApiKey, KeyScope, hash_key
+from shared.cli.entry import written
 from shared.settings import complaints, read_flags
 
 _KEY_BYTES = 32
@@ -50,4 +51,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with written():
+        sys.exit(main())

@@ -5,6 +5,7 @@ import sys
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
 from api.webhooks.signing import new_secret
+from shared.cli.entry import written
 
 
 class SecretRequest(BaseSettings):
@@ -20,4 +21,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with written():
+        sys.exit(main())

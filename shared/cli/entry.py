@@ -1,4 +1,4 @@
-"""What a command must survive from its first moment to its last: Ctrl-C before anything runs, output that is full.
+"""What a process must survive from its first moment to its last: Ctrl-C before anything runs, output that is full.
 
 Nothing heavy is imported here.
 """
@@ -8,7 +8,7 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
@@ -16,6 +16,17 @@ from shared.cli.exits import Exit
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+
+def start(load: Callable[[], Callable[[], int]]) -> NoReturn:
+    """Be a process: end with what the main function returns that `load` imports."""
+    with early_interrupts():
+        main = load()
+    try:
+        with written():
+            sys.exit(main())
+    except KeyboardInterrupt:  # before it listens to signals itself
+        sys.exit(Exit.INTERRUPTED)
 
 
 @contextlib.contextmanager
@@ -45,7 +56,7 @@ def written() -> Generator[None]:
         return
     output = _Output(former.fileno(), "w", closefd=False)
     stdout = io.TextIOWrapper(io.BufferedWriter(output), former.encoding, former.errors, line_buffering=former.isatty())
-    sys.stdout = stdout
+    before, sys.stdout = sys.stdout, stdout
     try:
         try:
             yield
@@ -61,6 +72,8 @@ def written() -> Generator[None]:
             raise SystemExit(128 + signal.SIGPIPE) from None
         print(f"diffleet: cannot write to standard output: {output.fault.strerror}", file=sys.stderr)
         raise SystemExit(Exit.FAILED) from None
+    finally:
+        sys.stdout = before
 
 
 class _Output(io.FileIO):

@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from api.__main__ import Server
 from api.app import create_app
+from api.process import Server
 from api.settings import ApiSettings
 from tests.api.scripted import ScriptedFleet
 

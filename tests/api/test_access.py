@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from api.__main__ import main as serve
 from api.access import InvalidKeys, find_key, hash_key, load_keys
 from api.keys import main
+from api.process import main as serve
 from tests.api.scripted import ScriptedFleet, running
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from api.__main__ import main
+from api.process import main
 from shared.card import pack
 from shared.keys import MODELS
 from shared.keys import card as card_key

@@ -120,7 +120,7 @@ def test_a_process_that_is_to_trace_without_the_extra_says_so_and_does_not_start
     program = f"""
 import sys
 sys.modules["opentelemetry.sdk"] = None
-from {module}.__main__ import main
+from {module}.process import main
 sys.exit(main(["--otlp-endpoint", "http://127.0.0.1:4318"]))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

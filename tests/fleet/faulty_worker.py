@@ -11,10 +11,10 @@ import time
 import torch
 
 import worker.assembly
-from worker.__main__ import main
 from worker.device import guarded
 from worker.engine.plan import Plan
 from worker.engine.ports import Decision, Forward
+from worker.process import main
 
 KILLS = 300
 """The process dies at once, as of a segmentation fault in a kernel."""

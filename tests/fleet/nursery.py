@@ -107,8 +107,8 @@ class Nursery:
 
 def serve(orders: Sequence[str] = ()) -> None:
     """Fork a worker for each line of standard input, tell of those that end; return when the input has."""
-    import worker.__main__
     import worker.assembly
+    import worker.process
     from worker.device import guarded
     from worker.engine.plan import Plan
     from worker.engine.ports import Decision, Forward
@@ -123,7 +123,7 @@ def serve(orders: Sequence[str] = ()) -> None:
 
         return run
 
-    worker.__main__.WorkerQueue = queue_with(pen)  # pyright: ignore[reportPrivateImportUsage]
+    worker.process.WorkerQueue = queue_with(pen)  # pyright: ignore[reportPrivateImportUsage]
     worker.assembly.guarded = lambda forward: recording(guarded(forward))  # pyright: ignore[reportPrivateImportUsage]
     alive: set[int] = set()
     selector = selectors.DefaultSelector()
@@ -153,7 +153,7 @@ def serve(orders: Sequence[str] = ()) -> None:
 
 
 def _become_worker(argv: list[str], log: str) -> None:
-    from worker.__main__ import main
+    from worker.process import main
 
     code = 1
     try:

@@ -8,8 +8,8 @@ import pytest
 from shared.embedded import EmbeddedServer
 from tests.fleet.models import write_tiny_model
 from tests.fleet.processes import run_worker
-from worker.__main__ import main
 from worker.exits import ExitCode
+from worker.process import main
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.commands import Generate, Limits, Sampling
-from shared.fake.__main__ import card_of
 from shared.fake.answer import EMBEDDING_SIZE, Answer, answer, embedding
+from shared.fake.process import card_of
 from shared.holes import HOLE
 from shared.text import Tokenizer
 

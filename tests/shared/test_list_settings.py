@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic_settings import SettingsError
 
-import api.__main__
-import api.jobs.__main__
+import api.jobs.process
+import api.process
 from api.jobs.settings import JobSettings
 from api.settings import ApiSettings
 from shared.settings import ServiceSettings, read_flags
@@ -70,7 +70,7 @@ def test_what_is_no_list_is_named_by_its_variable(
         read_flags(kind, [])
 
 
-@pytest.mark.parametrize("main", [api.__main__.main, api.jobs.__main__.main])
+@pytest.mark.parametrize("main", [api.process.main, api.jobs.process.main])
 @pytest.mark.parametrize(
     ("text", "told"), [("[1,", "DIFFLEET_WEBHOOK_NETWORKS: "), ("localhost", "webhook_networks: ")]
 )

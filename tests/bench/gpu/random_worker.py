@@ -32,7 +32,7 @@ def flags(folder: Path, rows: int, budget: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    from worker.__main__ import main
+    from worker.process import main
 
     use_random_weights(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
     sys.exit(main(sys.argv[4:]))
