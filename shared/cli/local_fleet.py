@@ -24,6 +24,7 @@ from shared.cli.progress import Reporter
 from shared.embedded import EmbeddedServer, EmbeddedServerError
 
 _POLL_S = 0.05
+_LOOK_S = 0.25
 _PROBE_TIMEOUT_S = 2.0
 _STABLE_S = 60.0
 _MAX_FAILURES = 5
@@ -31,6 +32,9 @@ _API_DRAIN_S = 2.0
 _STOP_SPARE_S = 10.0
 _SERVER_STOP_S = 15.0
 _SERVER_HURRIED_STOP_S = 2.0
+_SILENCE_S = 4.0
+"""A server that has been silent for so long while the fleet stops is not waited for any more."""
+_HURRIED_SPARE_S = 1.0
 _LOCAL_BATCH_CONCURRENCY = 8
 
 
@@ -267,26 +271,74 @@ class LocalFleet:
             self._reporter.line("embedded server ready again")
 
     async def _stop(self) -> None:
-        """Workers first: they hand back over the server what they cannot finish. Then the api, then the server."""
+        """Workers first: they hand back over the server what they cannot finish. Then the api, then the server.
+
+        Of a server that answers nobody there is nothing to wait for: all that is left is ended in seconds.
+        """
         self.stopping = True
+        silent = None if self._server is None else asyncio.create_task(self._await_silence(self._server))
         # The jobs are among the workers: what they have begun goes on in the queue.
         api, workers = self._members[:1], self._members[1:]
-        for members, name, grace_s in (
-            (workers, "workers", self._options.drain_s + _STOP_SPARE_S),
-            (api, "api", _API_DRAIN_S + _STOP_SPARE_S),
-        ):
-            alive = [m.child for m in members if m.child is not None and m.child.exit_code is None]
-            if alive:
-                with self._reporter.phase(f"stopping {name}", f"{name} stopped"):
-                    await asyncio.gather(*(child.stop(grace_s) for child in alive))
-        for member in workers:
-            with contextlib.suppress(FileNotFoundError):
-                (self._options.data_dir / f"{member.recipe.name.replace(' ', '-')}.ready").unlink()
-        if self._server is not None:
-            with self._reporter.phase("stopping the embedded server", "embedded server stopped"):
-                self._stopping_server = True
-                await self._server.stop_unblocked(_SERVER_HURRIED_STOP_S if self._killed else _SERVER_STOP_S)
+        try:
+            await self._end(workers, "workers", self._options.drain_s + _STOP_SPARE_S, silent)
+            hurried = silent is not None and silent.done()
+            await self._end(api, "api", _API_DRAIN_S + (_HURRIED_SPARE_S if hurried else _STOP_SPARE_S))
+            for member in workers:
+                with contextlib.suppress(FileNotFoundError):
+                    (self._options.data_dir / f"{member.recipe.name.replace(' ', '-')}.ready").unlink()
+            if self._server is not None:
+                with self._reporter.phase("stopping the embedded server", "embedded server stopped"):
+                    self._stopping_server = True
+                    hurried = hurried or self._killed
+                    await self._server.stop_unblocked(_SERVER_HURRIED_STOP_S if hurried else _SERVER_STOP_S)
+        finally:
+            if silent is not None:
+                silent.cancel()
         self._exit.close()
+
+    async def _end(
+        self, members: list[_Member], name: str, grace_s: float, cut: asyncio.Task[None] | None = None
+    ) -> None:
+        """Stop the members that live, each within `grace_s`; those that do when `cut` is done are killed."""
+        alive = [m.child for m in members if m.child is not None and m.child.exit_code is None]
+        if not alive:
+            return
+        with self._reporter.phase(f"stopping {name}", f"{name} stopped"):
+            async with asyncio.TaskGroup() as tasks:
+                stops = {tasks.create_task(child.stop(grace_s)) for child in alive}
+                if cut is None:
+                    return
+                while (pending := {stop for stop in stops if not stop.done()}) and not cut.done():
+                    await asyncio.wait({*pending, cut}, return_when=asyncio.FIRST_COMPLETED)
+                if cut.done():
+                    for child in alive:
+                        child.signal(signal.SIGKILL)
+
+    async def _await_silence(self, server: EmbeddedServer) -> None:
+        def tell() -> None:
+            self._reporter.line(
+                f"the embedded server (process {server.pid}) does not answer: what runs is ended without it "
+                f"if it does not within {_SILENCE_S:.0f} s"
+            )
+
+        await until_silent(server.is_running, _SILENCE_S, tell)
+
+
+async def until_silent(
+    answers: Callable[[], Awaitable[bool]],
+    patience_s: float,
+    tell: Callable[[], None],
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Return once nothing has answered for `patience_s`; `tell` is called whenever a silence begins."""
+    since: float | None = None
+    while since is None or clock() - since < patience_s:
+        if await answers():
+            since = None
+        elif since is None:
+            since = clock()
+            tell()
+        await asyncio.sleep(_LOOK_S)
 
 
 async def _at_once() -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from shared.cli.exits import Exit, Stop
-from shared.cli.local_fleet import LocalFleet, LocalFleetOptions, check_port, exclusive, free_port
+from shared.cli.local_fleet import LocalFleet, LocalFleetOptions, check_port, exclusive, free_port, until_silent
 from shared.cli.progress import Reporter
 
 API = """
@@ -227,6 +227,56 @@ async def test_a_fleet_with_a_frozen_server_hears_that_it_shall_stop_and_a_secon
             fleet.kill()
             await leaving
     assert not any(map(alive, [*fleet.pids, server]))
+
+
+async def test_who_cannot_hand_back_over_a_frozen_server_is_not_waited_for(
+    options: LocalFleetOptions, short_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MODE", "deaf")
+    monkeypatch.setattr("shared.cli.local_fleet._STOP_SPARE_S", 600.0)
+    monkeypatch.setattr("shared.cli.local_fleet._SERVER_STOP_S", 600.0)
+    monkeypatch.setattr("shared.cli.local_fleet._SILENCE_S", 0.5)
+    data_dir = short_folder / "data"
+    out = io.StringIO()
+    fleet = LocalFleet(dataclasses.replace(options, redis_url=None, data_dir=data_dir), Reporter(out))
+    async with asyncio.timeout(60):
+        async with fleet:
+            server = server_pid(data_dir)
+            os.kill(server, signal.SIGSTOP)
+    assert f"the embedded server (process {server}) does not answer" in out.getvalue()
+    assert not any(map(alive, [*fleet.pids, server]))
+
+
+@pytest.mark.parametrize("answers", [[True], [False, False, True]])
+async def test_a_server_that_answers_again_is_waited_for(answers: list[bool]) -> None:
+    told: list[None] = []
+    coming = iter(answers)
+    asked_often = asyncio.Event()
+
+    async def answering() -> bool:
+        answer = next(coming, None)
+        if answer is None:
+            asked_often.set()
+            await asyncio.Event().wait()
+        return bool(answer)
+
+    silence = asyncio.create_task(until_silent(answering, 600.0, lambda: told.append(None)))
+    async with asyncio.timeout(60):
+        await asked_often.wait()
+    assert not silence.done() and len(told) == (False in answers)
+    silence.cancel()
+
+
+async def test_a_silence_is_told_once_each_time_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.cli.local_fleet._LOOK_S", 0.0)
+    answers = iter([False, False, True, *[False] * 100])
+    told: list[None] = []
+
+    async def answering() -> bool:
+        return next(answers)
+
+    await until_silent(answering, 3.0, lambda: told.append(None), iter(range(100)).__next__)
+    assert len(told) == 2
 
 
 async def test_a_second_fleet_on_the_same_data_says_who_holds_it(options: LocalFleetOptions) -> None:
