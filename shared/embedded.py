@@ -57,6 +57,7 @@ class EmbeddedServer:
         self._fsync = fsync
         self._launcher = launcher
         self._process: subprocess.Popen[bytes] | None = None
+        self._place: os.stat_result | None = None
 
     @property
     def socket_path(self) -> Path:
@@ -84,6 +85,19 @@ class EmbeddedServer:
             return None
 
     @property
+    def lost(self) -> bool:
+        """True if the server that was started or adopted is not the folder's: that was removed since, or made anew."""
+        if self._place is None:
+            return False
+        try:
+            return not os.path.samestat(self._place, self._lock_path.stat())
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:
+            # Nothing is known, and a server that may serve is not to be ended for it.
+            return False
+
+    @property
     def running(self) -> bool:
         """True if the server answers."""
         return self._ask(_PING) == b"+PONG"
@@ -95,8 +109,8 @@ class EmbeddedServer:
     def start(self, timeout_s: float = 20.0) -> bool:
         """Start the server, or adopt the one that runs on this data; return True if it was adopted.
 
-        Returns once it answers, its data loaded. A server that this handle has started and that nobody can reach any
-        more, its socket or its whole folder gone, is ended first. Raises `EmbeddedServerError`.
+        Returns once it answers, its data loaded. A server that this handle has started and that is lost, or that
+        nobody can reach any more as its socket is gone, is ended first. Raises `EmbeddedServerError`.
         """
         return self._take(self._starting(timeout_s))
 
@@ -110,7 +124,8 @@ class EmbeddedServer:
     def stop(self, timeout_s: float = 15.0) -> None:
         """Shut the server down, its data on disk; returns once the process is gone. Stopping twice is harmless.
 
-        After `timeout_s` it is killed. Raises `EmbeddedServerError` if not even that ends it, as long again later.
+        One that is lost is killed, and whoever has its place now hears nothing of it. After `timeout_s` every other one
+        is killed. Raises `EmbeddedServerError` if not even that ends it, as long again later.
         """
         self._take(self._stopping(timeout_s))
 
@@ -148,16 +163,21 @@ class EmbeddedServer:
 
     def _starting(self, timeout_s: float) -> _Steps[bool]:
         deadline = time.monotonic() + timeout_s
+        if self.lost:
+            yield from self._ending()
         if (yield _PING) == b"+PONG":
+            with contextlib.suppress(OSError):
+                self._place = self._lock_path.stat()
             return True
         if not self.socket_path.exists():
             yield from self._ending()
         try:
             self._prepare_folders()
-            lock = (self._folder / "valkey.lock").open("a")
+            lock = self._lock_path.open("a")
         except OSError as error:
             raise EmbeddedServerError(f"cannot write in {self._folder}: {error.strerror}") from error
         with lock:
+            self._place = os.fstat(lock.fileno())
             adopted = True
             while (yield _PING) != b"+PONG":
                 # Somebody else's server may still come up, or be on its way out.
@@ -185,7 +205,7 @@ class EmbeddedServer:
         process = self._process
         if process is None:
             return
-        process.terminate()
+        self._terminate(process)
         term = time.monotonic() + _END_S
         kill = term + _END_S
         while process.poll() is None:
@@ -199,11 +219,14 @@ class EmbeddedServer:
 
     def _stopping(self, timeout_s: float) -> _Steps[None]:
         process, pid = self._process, self.pid
-        yield _SHUTDOWN
         if process is not None:
-            # The same to the server, and it arrives where the socket is gone.
-            process.terminate()
+            # Rather than over the socket: it arrives also where that is gone.
+            self._terminate(process)
             pid = process.pid
+        elif self.lost:
+            return
+        else:
+            yield _SHUTDOWN
         deadline = time.monotonic() + timeout_s
         while not self._gone():
             if time.monotonic() > deadline:
@@ -215,6 +238,17 @@ class EmbeddedServer:
                 pid = None
             yield _PAUSE
         self._process = None
+
+    def _terminate(self, process: subprocess.Popen[bytes]) -> None:
+        # At its shutdown a server removes the socket and the pid file that have the names of its own.
+        if self.lost:
+            process.kill()
+        else:
+            process.terminate()
+
+    @property
+    def _lock_path(self) -> Path:
+        return self._folder / "valkey.lock"
 
     def _prepare_folders(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -271,7 +305,7 @@ class EmbeddedServer:
         if self._process is not None:
             return self._process.poll() is not None
         try:
-            with (self._folder / "valkey.lock").open("a") as lock:
+            with self._lock_path.open("a") as lock:
                 return _try_lock(lock)
         except FileNotFoundError:
             return True

@@ -7,24 +7,25 @@ data folder, which one fleet at a time may use.
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 
 from shared.cli.children import Child, Recipe, describe_exit, flags_of, on_a_leash, restart_delay_s
+from shared.cli.data_lock import DataLock
 from shared.cli.exits import Exit, Stop
 from shared.cli.progress import Reporter
 from shared.embedded import EmbeddedServer, EmbeddedServerError
 
 _POLL_S = 0.05
 _LOOK_S = 0.25
+_DATA_LOOK_S = 1.0
 _PROBE_TIMEOUT_S = 2.0
 _STABLE_S = 60.0
 _MAX_FAILURES = 5
@@ -89,14 +90,14 @@ class LocalFleet:
         self._reporter = reporter
         self._server: EmbeddedServer | None = None
         self._members: list[_Member] = []
-        self._exit = contextlib.ExitStack()
+        self._lock = DataLock(options.data_dir, options.url)
         self.stopping = False
         self._killed = False
         self._stopping_server = False
 
     async def __aenter__(self) -> "LocalFleet":
         """Start everything; raises `Stop` with nothing left running."""
-        self._exit.enter_context(exclusive(self._options.data_dir, self._options.url))
+        self._lock.take()
         try:
             check_port(self._options.host, self._options.port)
             await self._start()
@@ -132,8 +133,7 @@ class LocalFleet:
         async with asyncio.TaskGroup() as tasks:
             for member in self._members:
                 tasks.create_task(self._keep_alive(member))
-            if self._server is not None:
-                tasks.create_task(self._keep_server(self._server))
+            tasks.create_task(self._keep_data())
 
     async def _start(self) -> None:
         redis_url = self._options.redis_url
@@ -258,17 +258,39 @@ class LocalFleet:
                 return
             await asyncio.sleep(_POLL_S)
 
-    async def _keep_server(self, server: EmbeddedServer) -> None:
+    async def _keep_data(self) -> None:
+        """See to the lock first: what answers at the server's socket may be that of whoever has the folder now."""
         while True:
-            await asyncio.sleep(1.0)
-            if await server.is_running():
-                continue
+            await asyncio.sleep(_DATA_LOOK_S)
+            if not self._lock.held:
+                self._hold_again()
+            if self._server is not None:
+                await self._keep_server(self._server)
+
+    def _hold_again(self) -> None:
+        what = f"the data folder {self._options.data_dir}, or the lock in it, was removed"
+        try:
+            self._lock.take()
+        except Stop as stop:
+            raise Stop(Exit.FAILED, f"{what} while it was in use: {stop}") from stop
+        logs = "" if self.logs.exists() else "; what runs now writes no logs until it is started again"
+        self._reporter.line(f"{what}; it is held again{logs}")
+
+    async def _keep_server(self, server: EmbeddedServer) -> None:
+        if server.lost:
+            self._reporter.line(
+                "the embedded server's files were removed: requests, responses, files and batches that were in them "
+                "are lost; starting it on what is there"
+            )
+        elif await server.is_running():
+            return
+        else:
             self._reporter.line("the embedded server does not answer; restarting it if it is gone")
-            try:
-                await server.start_unblocked()
-            except EmbeddedServerError as error:
-                raise Stop(Exit.FAILED, f"the embedded server did not come back: {error}") from error
-            self._reporter.line("embedded server ready again")
+        try:
+            await server.start_unblocked()
+        except EmbeddedServerError as error:
+            raise Stop(Exit.FAILED, f"the embedded server did not come back: {error}") from error
+        self._reporter.line("embedded server ready again")
 
     async def _stop(self) -> None:
         """Workers first: they hand back over the server what they cannot finish. Then the api, then the server.
@@ -283,7 +305,8 @@ class LocalFleet:
             await self._end(workers, "workers", self._options.drain_s + _STOP_SPARE_S, silent)
             hurried = silent is not None and silent.done()
             await self._end(api, "api", _API_DRAIN_S + (_HURRIED_SPARE_S if hurried else _STOP_SPARE_S))
-            for member in workers:
+            # In a folder that is another fleet's by now such files are that one's.
+            for member in workers if self._lock.held else ():
                 with contextlib.suppress(FileNotFoundError):
                     (self._options.data_dir / f"{member.recipe.name.replace(' ', '-')}.ready").unlink()
             if self._server is not None:
@@ -294,7 +317,7 @@ class LocalFleet:
         finally:
             if silent is not None:
                 silent.cancel()
-        self._exit.close()
+        self._lock.release()
 
     async def _end(
         self, members: list[_Member], name: str, grace_s: float, cut: asyncio.Task[None] | None = None
@@ -355,35 +378,6 @@ def _exists(path: Path) -> Callable[[], Awaitable[bool]]:
 def _failed(child: Child, how: str, exit_code: Exit = Exit.NOT_STARTED) -> Stop:
     lines = child.last_lines() or ["(it wrote nothing)"]
     return Stop(exit_code, f"{child.recipe.name} {how}; the end of {child.log}:", tuple(lines))
-
-
-@contextlib.contextmanager
-def exclusive(data_dir: Path, url: str) -> Generator[None]:
-    """Hold the data folder for this process; raises `Stop` if another one does. Ends with the process at the latest."""
-    try:
-        data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = (data_dir / "up.lock").open("a+")
-    except OSError as error:
-        raise Stop(Exit.NOT_STARTED, f"cannot write in the data folder {data_dir}: {error.strerror}") from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            lock.seek(0)
-            holder = lock.read().strip() or "unknown"
-            raise Stop(
-                Exit.NOT_STARTED,
-                f"another `diffleet up` ({holder}) uses {data_dir}; stop it, or give this one its own --data-dir",
-            ) from error
-        lock.seek(0)
-        lock.truncate()
-        lock.write(f"process {os.getpid()}, {url}\n")
-        lock.flush()
-        try:
-            yield
-        finally:
-            lock.seek(0)
-            lock.truncate()
 
 
 def check_port(host: str, port: int) -> None:

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import io
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -13,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from shared.cli.data_lock import DataLock
 from shared.cli.exits import Exit, Stop
-from shared.cli.local_fleet import LocalFleet, LocalFleetOptions, check_port, exclusive, free_port, until_silent
+from shared.cli.local_fleet import LocalFleet, LocalFleetOptions, check_port, free_port, until_silent
 from shared.cli.progress import Reporter
+from shared.embedded import EmbeddedServer
 
 API = """
 import http.server, os, signal, sys
@@ -204,9 +207,68 @@ async def test_a_fleet_whose_data_folder_is_removed_gets_a_new_server_and_still_
         after = server_pid(data_dir)
         assert not alive(before) and alive(after)
         await until(out, "embedded server ready again")
-    assert "the embedded server does not answer" in out.getvalue()
+        with pytest.raises(Stop, match="another `diffleet up`"):
+            DataLock(data_dir, "url").take()
+    assert "or the lock in it, was removed; it is held again; what runs now writes no logs" in out.getvalue()
+    assert "the embedded server's files were removed: requests" in out.getvalue()
     assert "embedded server stopped" in out.getvalue()
     assert not any(map(alive, [*fleet.pids, after]))
+
+
+async def test_a_fleet_whose_server_loses_its_files_says_so_and_starts_another(
+    options: LocalFleetOptions, short_folder: Path
+) -> None:
+    data_dir = short_folder / "data"
+    out = io.StringIO()
+    embedded = dataclasses.replace(options, redis_url=None, data_dir=data_dir)
+    async with asyncio.timeout(100), LocalFleet(embedded, Reporter(out)) as fleet, watching(fleet):
+        before = server_pid(data_dir)
+        shutil.rmtree(data_dir / "valkey")
+        await until(out, "embedded server ready again")
+        assert not alive(before) and alive(server_pid(data_dir))
+    assert "the embedded server's files were removed: requests" in out.getvalue()
+    assert "the lock in it" not in out.getvalue()
+
+
+async def test_a_fleet_whose_lock_alone_is_removed_takes_it_again(options: LocalFleetOptions) -> None:
+    out = io.StringIO()
+    async with LocalFleet(options, Reporter(out)) as fleet, watching(fleet):
+        (options.data_dir / "up.lock").unlink()
+        await until(out, f"the data folder {options.data_dir}, or the lock in it, was removed; it is held again\n")
+        with pytest.raises(Stop, match="another `diffleet up`"):
+            DataLock(options.data_dir, "url").take()
+    later = DataLock(options.data_dir, "url")
+    later.take()
+    later.release()
+
+
+async def test_a_fleet_whose_folder_is_another_ones_ends_and_leaves_that_one_alone(
+    options: LocalFleetOptions, short_folder: Path
+) -> None:
+    data_dir = short_folder / "data"
+    embedded = dataclasses.replace(options, redis_url=None, data_dir=data_dir)
+    theirs, server = DataLock(data_dir, "http://there"), EmbeddedServer(data_dir)
+    try:
+        async with asyncio.timeout(100), LocalFleet(embedded, Reporter(io.StringIO())) as fleet:
+            watch = asyncio.create_task(fleet.watch())
+            await asyncio.sleep(0)
+            before = server_pid(data_dir)
+            # At one time, as the fleet sees it.
+            shutil.rmtree(data_dir)
+            theirs.take()
+            server.start()
+            (data_dir / "worker-1.ready").touch()
+            with pytest.raises(ExceptionGroup) as group:
+                await watch
+        (stop,) = group.value.exceptions
+        assert isinstance(stop, Stop) and stop.exit_code is Exit.FAILED
+        assert "was removed while it was in use: another `diffleet up`" in str(stop)
+        assert "http://there" in str(stop)
+        assert server.running and theirs.held and (data_dir / "worker-1.ready").exists()
+        assert not any(map(alive, [*fleet.pids, before]))
+    finally:
+        server.stop()
+        theirs.release()
 
 
 async def test_a_fleet_with_a_frozen_server_hears_that_it_shall_stop_and_a_second_time_kills_it(
@@ -280,12 +342,13 @@ async def test_a_silence_is_told_once_each_time_it_begins(monkeypatch: pytest.Mo
 
 
 async def test_a_second_fleet_on_the_same_data_says_who_holds_it(options: LocalFleetOptions) -> None:
-    with exclusive(options.data_dir, options.url):
+    lock = DataLock(options.data_dir, options.url)
+    for _ in range(2):
+        lock.take()
         with pytest.raises(Stop, match=rf"another `diffleet up` \(process {os.getpid()}, {options.url}\)"):
             async with LocalFleet(options, Reporter(io.StringIO())):
                 pass
-    with exclusive(options.data_dir, options.url):
-        pass
+        lock.release()
 
 
 async def test_a_port_in_use_is_refused_before_anything_starts(options: LocalFleetOptions) -> None:
@@ -300,8 +363,24 @@ async def test_a_port_in_use_is_refused_before_anything_starts(options: LocalFle
 
 def test_a_data_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(Stop, match="cannot write in the data folder"), exclusive(tmp_path / "file" / "data", "url"):
-        pass
+    with pytest.raises(Stop, match="cannot write in the data folder"):
+        DataLock(tmp_path / "file" / "data", "url").take()
+
+
+def test_a_lock_that_cannot_be_written_is_not_held_and_is_told(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    lock = DataLock(tmp_path, "url")
+    # As on a full disk: the file comes to be, and takes no byte.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(Stop, match=f"cannot write in the data folder {tmp_path}: "):
+            lock.take()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not lock.held
+    lock.take()
+    assert lock.held
+    lock.release()
 
 
 @pytest.mark.parametrize(

@@ -158,6 +158,24 @@ def test_a_server_whose_folder_is_gone_is_stopped(server: EmbeddedServer) -> Non
         os.kill(pid, 0)
 
 
+def test_a_server_is_stopped_without_a_word_to_another_one_that_has_its_place(server: EmbeddedServer) -> None:
+    server.start()
+    pid = server.pid
+    assert pid is not None and not server.lost
+    shutil.rmtree(server.socket_path.parent)
+    assert server.lost
+    other = EmbeddedServer(server.socket_path.parent.parent)
+    assert other.start() is False
+    try:
+        assert server.lost
+        server.stop()
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+        assert other.running and other.pid is not None and not other.lost
+    finally:
+        other.stop()
+
+
 async def test_waiting_for_a_frozen_server_leaves_the_loop_free_and_can_be_cut_short(server: EmbeddedServer) -> None:
     server.start()
     assert server.pid is not None
