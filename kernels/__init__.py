@@ -26,6 +26,10 @@ from kernels.swiglu import swiglu as _swiglu
 from kernels.token_share import merge_shares as _merge_shares
 from kernels.token_share import token_share as _token_share
 from kernels.token_stats import token_stats as _token_stats
+from kernels.unscaled import folds as _folds
+from kernels.unscaled import scaled_gated_linear as _scaled_gated_linear
+from kernels.unscaled import scaled_linear as _scaled_linear
+from kernels.unscaled import unscaled_linear as _unscaled_linear
 
 assign = Op(_assign, twin("lora", "assign"))
 attention = Op(_attention, twin("attention", "attention"))
@@ -33,6 +37,7 @@ canvas_advance = Op(_canvas_advance, twin("canvas", "canvas_advance"))
 canvas_query = Op(_canvas_query, twin("canvas", "canvas_query"))
 canvas_wanted = Op(_canvas_wanted, twin("canvas", "canvas_wanted"))
 experts = Op(_experts, twin("moe", "experts"))
+folds = Op(_folds, twin("linear", "folds"))
 fp8_linear = Op(_fp8_linear, twin("fp8", "fp8_linear"))
 fp8_product = Op(_fp8_product, twin("fp8", "fp8_product"))
 gated_linear = Op(_gated_linear, twin("linear", "gated_linear"))
@@ -48,10 +53,13 @@ rope = Op(_rope, twin("rope", "rope"))
 rope_write = Op(_rope_write, twin("rope", "rope_write"))
 route = Op(_route, twin("router", "route"))
 router_logits = Op(_router_logits, twin("router", "router_logits"))
+scaled_gated_linear = Op(_scaled_gated_linear, twin("linear", "scaled_gated_linear"))
+scaled_linear = Op(_scaled_linear, twin("linear", "scaled_linear"))
 swiglu = Op(_swiglu, twin("swiglu", "swiglu"))
 swiglu_fp8 = Op(_swiglu_fp8, twin("fp8", "swiglu_fp8"))
 token_share = Op(_token_share, twin("token_share", "token_share"))
 token_stats = Op(_token_stats, twin("token_stats", "token_stats"))
+unscaled_linear = Op(_unscaled_linear, twin("linear", "unscaled_linear"))
 
 OPS = {
     "assign": assign,
@@ -60,6 +68,7 @@ OPS = {
     "canvas_query": canvas_query,
     "canvas_wanted": canvas_wanted,
     "experts": experts,
+    "folds": folds,
     "fp8_linear": fp8_linear,
     "fp8_product": fp8_product,
     "gated_linear": gated_linear,
@@ -75,8 +84,11 @@ OPS = {
     "rope_write": rope_write,
     "route": route,
     "router_logits": router_logits,
+    "scaled_gated_linear": scaled_gated_linear,
+    "scaled_linear": scaled_linear,
     "swiglu": swiglu,
     "swiglu_fp8": swiglu_fp8,
     "token_share": token_share,
     "token_stats": token_stats,
+    "unscaled_linear": unscaled_linear,
 }

@@ -8,6 +8,9 @@
 // WIDTH   rows of the other side that one instruction takes
 // REGISTERS  0, or how many a worker takes over from a warp group that only loads
 // GATED   1: rows come as eight of the gate and eight of what it lets through in turn; the output is silu(gate) * up
+// SCALES  1: x is normed but for the factor of each token, which its squares give; the sums are multiplied by it
+// ADDS    1: the output is added to a residual; written are the sum, the sum times a norm's weights, and the sum's squares
+//         added up for each token and each stretch of columns
 //
 // `multiply` in front of this text: d[WIDTH / 2] += 64 x 16 of shared memory times 16 x WIDTH of shared memory.
 
@@ -19,18 +22,40 @@ struct __align__(64) TensorMap {
   char opaque[128];
 };
 
+// The norm behind a product that ADDS, or before one that SCALES.
+struct Norm {
+  const u16* residual;
+  const u16* weights;
+  u16* weighted;
+  float* squares;  // of each token `pitch` numbers, of which `stretches` are used
+  int stretches, pitch;
+  float share, eps;  // of one column in the mean of the squares
+};
+
 constexpr int CLUSTER = TOKENS_IN_CLUSTER * ROWS_IN_CLUSTER * SPLITS;
 constexpr int READERS = TOKENS_IN_CLUSTER + ROWS_IN_CLUSTER - 1;
 constexpr int W_BYTES = ROWS * 128;
 constexpr int X_BYTES = TOKENS * 128;
 constexpr int STAGE_BYTES = W_BYTES + X_BYTES;
 constexpr int WORKERS = WG * 128;
-constexpr int THREADS = WORKERS + (REGISTERS ? 128 : 32);
+constexpr int SCALERS = SCALES ? REGISTERS ? 96 : 32 : 0;  // threads that find the tokens' factors meanwhile
+constexpr int THREADS = WORKERS + (REGISTERS ? 128 : 32 + SCALERS);
 constexpr int SIDE = SWAPPED ? ROWS : TOKENS;
 constexpr int SUMS = SIDE / 2;
 constexpr int PORTION = TOKENS / SPLITS;
 constexpr int W_FIRST = (ROWS / 8 + TOKENS_IN_CLUSTER - 1) / TOKENS_IN_CLUSTER * 8;  // rows that each loads but the last
 constexpr int COLUMNS = GATED ? 32 : 64;  // of the output, by one warp group
+static_assert(!(ADDS && (GATED || SCALES)), "a product stands before a norm or behind one");
+
+#if ADDS
+// Of a product that ADDS: a thread has HELD times eight columns of one token, and so has each of LANES threads side by side.
+constexpr int LANES = SWAPPED ? 2 * SPLITS : 8;
+constexpr int HELD = SWAPPED ? (ROWS / 8 + LANES - 1) / LANES : PORTION / 16;
+constexpr int AN_EQUAL_SHARE = 65536 / ((THREADS + 127) / 128 * 128);  // registers are given out to four warps
+constexpr int OWN_REGISTERS = REGISTERS ? REGISTERS : AN_EQUAL_SHARE < 255 ? AN_EQUAL_SHARE : 255;
+// What is added is read while the product still runs, where there are registers to hold it.
+constexpr bool EARLY = SUMS + 4 * HELD + (SWAPPED ? 4 * HELD : 4) + 48 <= OWN_REGISTERS;
+#endif
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
@@ -130,14 +155,43 @@ __device__ __forceinline__ float widen(u16 narrow) {
 #endif
 }
 
+__device__ __forceinline__ uint4 read(const void* place) {
+  uint4 v;
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(place));
+  return v;
+}
+
+// Two columns: add, round, weigh; return the squares of the sums.
+__device__ __forceinline__ float add_two(u32& value, u32& weighted, u32 added, u32 weights) {
+  value = pack(widen(value) + widen(added), widen(value >> 16) + widen(added >> 16));
+  const float first = widen(value), second = widen(value >> 16);
+  weighted = pack(first * widen(weights), second * widen(weights >> 16));
+  return first * first + second * second;
+}
+
+// Eight columns of one token.
+__device__ __forceinline__ float add_eight(uint4 value, uint4 added, uint4 weights, u16* total, u16* weighted) {
+  uint4 w;
+  float squares = add_two(value.x, w.x, added.x, weights.x);
+  squares += add_two(value.y, w.y, added.y, weights.y);
+  squares += add_two(value.z, w.z, added.z, weights.z);
+  squares += add_two(value.w, w.w, added.w, weights.w);
+  *(uint4*)total = value;
+  *(uint4*)weighted = w;
+  return squares;
+}
+
 __device__ __forceinline__ float gate(float value, float up) { return __fdividef(value, 1.0f + __expf(-value)) * up; }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     product(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap w_last_map,
             const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap out_map, u16* out_pointer,
-            const u16* bias, int tokens, int columns, int token_groups, int steps) {
+            const u16* bias, int tokens, int columns, int token_groups, int steps, const Norm norm) {
   extern __shared__ char dynamic[];
   __shared__ u64 filled[STAGES], emptied[STAGES];
+#if SCALES
+  __shared__ float2 factors[TOKENS / 2];
+#endif
 
   const u32 base = (shared_address(dynamic) + 1023) & ~1023u;
   const u32 full = shared_address(filled), empty = shared_address(emptied);
@@ -166,7 +220,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
   if (warp >= WORKERS / 32) {
 #if REGISTERS
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(SCALES ? 32 : 24));
+#endif
+#if SCALES
+    if (warp > WORKERS / 32) {
+      // Sixteen lanes for each token, each lane four stretches of 64.
+      constexpr int AT_ONCE = SCALERS / 16, FLIGHT = REGISTERS ? 2 : 8;
+      const int part = threadIdx.x % 16, mine = (threadIdx.x - WORKERS - 32) / 16;
+      asm volatile("griddepcontrol.wait;" ::: "memory");
+      for (int begin = mine; begin < TOKENS; begin += FLIGHT * AT_ONCE) {
+        float squares[FLIGHT];
+#pragma unroll
+        for (int n = 0; n < FLIGHT; n++) squares[n] = 0.0f;
+        for (int stretch = 4 * part; stretch < norm.stretches; stretch += 64) {
+          uint4 four[FLIGHT];
+#pragma unroll
+          for (int n = 0; n < FLIGHT; n++)
+            four[n] = read(norm.squares + (u64)min(token + begin + n * AT_ONCE, tokens - 1) * norm.pitch + stretch);
+#pragma unroll
+          for (int n = 0; n < FLIGHT; n++) {
+            squares[n] += __uint_as_float(four[n].x);
+            if (stretch + 1 < norm.stretches) squares[n] += __uint_as_float(four[n].y);
+            if (stretch + 2 < norm.stretches) squares[n] += __uint_as_float(four[n].z);
+            if (stretch + 3 < norm.stretches) squares[n] += __uint_as_float(four[n].w);
+          }
+        }
+#pragma unroll
+        for (int n = 0; n < FLIGHT; n++) {
+#pragma unroll
+          for (int apart = 8; apart; apart /= 2) squares[n] += __shfl_xor_sync(~0u, squares[n], apart);
+          const int t = begin + n * AT_ONCE;
+          if (part == 0 && t < TOKENS) ((float*)factors)[t] = rsqrtf(squares[n] * norm.share + norm.eps);
+        }
+      }
+      __syncwarp();
+      asm volatile("bar.arrive 6, %0;" ::"n"(WORKERS + SCALERS) : "memory");
+    }
 #endif
     if (threadIdx.x == WORKERS) {
       const int mine = TOKENS_IN_CLUSTER * (cr + ROWS_IN_CLUSTER * cs);
@@ -212,6 +301,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 #endif
   const int wg = warp / 4, place = warp % 4;
+#if ADDS
+  const int thread = SWAPPED ? lane : threadIdx.x % 128;
+  const int my_token = token + (SWAPPED ? wg * 64 + place * 16 + (SPLITS > 1 ? 8 * cs : 0) : cs * PORTION) + thread / LANES;
+  const int my_column = row + (SWAPPED ? 0 : wg * 64) + thread % LANES * 8;
+  constexpr int NEXT_TOKEN = SWAPPED ? 0 : 16, NEXT_COLUMN = SWAPPED ? LANES * 8 : 0;
+  const int end = min(columns, row + ROWS);
+  uint4 added[HELD], norm_weights[SWAPPED ? HELD : 1];
+  const auto read_weights = [&]() {
+#pragma unroll
+    for (int n = 0; n < (SWAPPED ? HELD : 1); n++) {
+      const int column = my_column + n * NEXT_COLUMN;
+      norm_weights[n] = column < end ? read(norm.weights + column) : make_uint4(0, 0, 0, 0);
+    }
+  };
+  const auto read_added = [&]() {
+#pragma unroll
+    for (int n = 0; n < HELD; n++) {
+      const int t = my_token + n * NEXT_TOKEN, column = my_column + n * NEXT_COLUMN;
+      added[n] = t < tokens && column < end ? read(norm.residual + (u64)t * columns + column) : make_uint4(0, 0, 0, 0);
+    }
+  };
+  if (EARLY) {
+    read_weights();
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    read_added();
+  }
+#endif
   float d[SUMS];
 #pragma unroll
   for (int i = 0; i < SUMS; i++) d[i] = 0.0f;
@@ -252,6 +368,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
   for (int i = 0; i < SUMS; i++) asm volatile("" : "+f"(d[i])::"memory");
 
+#if SCALES
+  asm volatile("bar.sync 6, %0;" ::"n"(WORKERS + SCALERS) : "memory");
+#endif
   // No block may leave, or write into another's buffers, before all of its cluster have done with them.
   if (CLUSTER > 1) {
     __syncwarp();
@@ -277,6 +396,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   cluster_wait();
 #endif
   const u32 area = base + (SPLITS > 1 ? EIGHTS * WORKERS * 8 : 0) + warp * (16 / SPLITS * PITCH);
+#if SCALES
+  const float* factor = (const float*)factors + warp * 16 + lane / 4;
+  const float upper = factor[0], lower = factor[8];
+#else
+  const float upper = 1.0f, lower = 1.0f;
+#endif
 #pragma unroll
   for (int i = 0; i < EIGHTS; i++) {
     const int column = row + 8 * i + 2 * (lane % 4);
@@ -286,14 +411,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if SPLITS > 1
     float other[2];
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(other[0]), "=f"(other[1]) : "r"(mine + i * WORKERS * 8) : "memory");
-    const u32 value = pack((cs ? d[4 * i + 2] : d[4 * i]) + other[0] + first, (cs ? d[4 * i + 3] : d[4 * i + 1]) + other[1] + second);
+    const float scale = cs ? lower : upper;
+    const u32 value = pack(((cs ? d[4 * i + 2] : d[4 * i]) + other[0]) * scale + first,
+                           ((cs ? d[4 * i + 3] : d[4 * i + 1]) + other[1]) * scale + second);
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(spot), "r"(value) : "memory");
 #else
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"(spot), "r"(pack(d[4 * i] + first, d[4 * i + 1] + second)) : "memory");
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"(spot + 8 * PITCH), "r"(pack(d[4 * i + 2] + first, d[4 * i + 3] + second)) : "memory");
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(spot), "r"(pack(d[4 * i] * upper + first, d[4 * i + 1] * upper + second)) : "memory");
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(spot + 8 * PITCH), "r"(pack(d[4 * i + 2] * lower + first, d[4 * i + 3] * lower + second)) : "memory");
 #endif
   }
   __syncwarp();
+#if ADDS
+  if (!EARLY) {
+    read_weights();
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    read_added();
+  }
+  float squares = 0.0f;
+#pragma unroll
+  for (int n = 0; n < HELD; n++) {
+    const int column = my_column + n * NEXT_COLUMN;
+    if (my_token < tokens && column < end) {
+      uint4 v;
+      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                   : "r"(area + thread / LANES * PITCH + (thread % LANES + n * LANES) * 16) : "memory");
+      const u64 spot = (u64)my_token * columns + column;
+      squares += add_eight(v, added[n], norm_weights[n], out_pointer + spot, norm.weighted + spot);
+    }
+  }
+#pragma unroll
+  for (int apart = LANES / 2; apart; apart /= 2) squares += __shfl_xor_sync(~0u, squares, apart);
+  if (thread % LANES == 0 && my_token < tokens && row < columns)
+    norm.squares[(u64)my_token * norm.pitch + row / ROWS] = squares;
+#else
   const int first_token = token + wg * 64 + place * 16 + (SPLITS > 1 ? 8 * cs : 0);
   for (int chunk = lane; chunk < 16 / SPLITS * EIGHTS; chunk += 32) {
     const int t = chunk / EIGHTS, column = row + chunk % EIGHTS * 8;
@@ -303,6 +453,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (first_token + t < tokens && column < columns)
       *(uint4*)(out_pointer + (u64)(first_token + t) * columns + column) = make_uint4(v[0], v[1], v[2], v[3]);
   }
+#endif
 #else
   float sum[PORTION / 2];
   u32 staging = base;
@@ -355,6 +506,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   // Rows of the weights' tile turn into columns of the output: tokens x COLUMNS for each warp group, then one copy.
   const u32 out = staging + wg * (PORTION * COLUMNS * 2);
   const int in_eight = lane % 8, matrix = lane / 8;
+#if SCALES
+#pragma unroll
+  for (int i = 0; i < PORTION / 8; i++) {
+    const float2 factor = factors[(cs * PORTION + 8 * i) / 2 + lane % 4];
+    sum[4 * i] *= factor.x;
+    sum[4 * i + 1] *= factor.y;
+    sum[4 * i + 2] *= factor.x;
+    sum[4 * i + 3] *= factor.y;
+  }
+#endif
 #if GATED
 #pragma unroll
   for (int i = 0; i < PORTION / 8; i += 4) {
@@ -384,6 +545,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                  "r"(values[0]), "r"(values[1]), "r"(values[2]), "r"(values[3]) : "memory");
   }
 #endif
+#if ADDS
+  if (!EARLY) {
+    read_weights();
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    read_added();
+  }
+  asm volatile("bar.sync %0, 128;" ::"r"(2 + wg) : "memory");
+#pragma unroll
+  for (int n = 0; n < HELD; n++) {
+    const int t = my_token + n * NEXT_TOKEN, staged = thread / LANES + n * NEXT_TOKEN;
+    float squares = 0.0f;
+    if (t < tokens && my_column < end) {
+      uint4 v;
+      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                   : "r"(out + staged * 128 + ((thread % 8 ^ (staged & 7)) << 4)) : "memory");
+      const u64 spot = (u64)t * columns + my_column;
+      squares = add_eight(v, added[n], norm_weights[0], out_pointer + spot, norm.weighted + spot);
+    }
+#pragma unroll
+    for (int apart = 4; apart; apart /= 2) squares += __shfl_xor_sync(~0u, squares, apart);
+    if (thread % 8 == 0 && t < tokens && my_column < end)
+      norm.squares[(u64)t * norm.pitch + row / 64 + wg] = squares;
+  }
+#else
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   asm volatile("bar.sync %0, 128;" ::"r"(2 + wg) : "memory");
   if (threadIdx.x % 128 == 0) {
@@ -392,5 +577,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
   }
+#endif
 #endif
 }

@@ -10,7 +10,7 @@ first.
 import ctypes
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -99,7 +99,7 @@ class Tiling:
 
     @property
     def stages(self) -> int:
-        return (_SHARED_BYTES - _ALIGNMENT - _BARRIERS) // self.stage_bytes
+        return (_SHARED_BYTES - _ALIGNMENT - _BARRIERS - 4 * self.tokens) // self.stage_bytes
 
     @property
     def shared_bytes(self) -> int:
@@ -173,7 +173,7 @@ def expected_us(tiling: Tiling, rows: int, inputs: int, tokens: int, room: Room)
 
 
 # Only tilings that have been checked and timed on a card: groups, tokens, cluster.
-_GATED = (
+GATED = (
     *(Tiling(3, tokens, 1, 2) for tokens in (32, 64, 128, 160, 192, 224, 256)),
     *(Tiling(3, tokens, 2) for tokens in (128, 160, 192, 256)),
     *(Tiling(3, tokens) for tokens in (32, 64, 128, 160, 192, 256)),
@@ -182,7 +182,7 @@ _GATED = (
     Tiling(2, 192, 2),
     Tiling(2, 256, 2),
 )
-_PLAIN = (
+PLAIN = (
     *(Tiling(1, tokens) for tokens in (32, 64, 128)),
     *(Tiling(1, tokens, 1, 2) for tokens in (32, 64, 96, 128, 192)),
     *(Tiling(1, tokens, 2) for tokens in (32, 64, 80, 96, 112, 144, 160, 176, 192, 256)),
@@ -200,7 +200,7 @@ WIDE = 10240
 @functools.cache
 def choose(rows: int, inputs: int, tokens: int, room: Room, *, gated: bool) -> Tiling:
     """Return the tiling that should be fastest."""
-    tilings = _GATED if gated or rows >= WIDE else (*_PLAIN, *_narrow(rows, tokens, room))
+    tilings = GATED if gated or rows >= WIDE else (*PLAIN, *_narrow(rows, tokens, room))
     # A cluster's second tile of tokens would be empty.
     full = (tiling for tiling in tilings if tiling.tokens_in_cluster == 1 or tokens > tiling.tokens)
     return min(full, key=lambda tiling: expected_us(tiling, rows, inputs, tokens, room))
@@ -229,31 +229,115 @@ def able(device: torch.device) -> bool:
 
 def fits(x: Tensor, weight: Tensor, *, gated: bool) -> bool:
     """Tell whether the copy engine can address these: 16 bytes at a time."""
-    columns = weight.shape[0] // 2 if gated else weight.shape[0]
     return (
         x.dtype in (torch.bfloat16, torch.float16)
         and x.stride(-1) == 1
         and x.stride(0) % 8 == 0
         and x.data_ptr() % 16 == 0
-        and weight.is_contiguous()
-        and weight.data_ptr() % 16 == 0
-        and weight.shape[1] % 8 == 0
-        and columns % 8 == 0
+        and addresses(weight, gated=gated)
     )
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Tiling, *, gated: bool) -> Tensor:
-    """Multiply as `linear` and, without bias, `gated_linear` of `kernels.linear` do; x and weight have to fit."""
-    tokens, inputs = x.shape
-    rows, weight_inputs = weight.shape
+def addresses(weight: Tensor, *, gated: bool) -> bool:
+    """Tell whether the copy engine can address a weight and what comes out of it."""
+    columns = weight.shape[0] // 2 if gated else weight.shape[0]
+    return weight.is_contiguous() and weight.data_ptr() % 16 == 0 and weight.shape[1] % 8 == 0 and columns % 8 == 0
+
+
+class _Norm(ctypes.Structure):
+    """`Norm` of `clusters.cu`."""
+
+    _fields_ = (
+        ("residual", ctypes.c_uint64),
+        ("weights", ctypes.c_uint64),
+        ("weighted", ctypes.c_uint64),
+        ("squares", ctypes.c_uint64),
+        ("stretches", ctypes.c_int),
+        ("pitch", ctypes.c_int),
+        ("share", ctypes.c_float),
+        ("eps", ctypes.c_float),
+    )
+
+
+def multiply(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tiling: Tiling,
+    *,
+    gated: bool,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Multiply as `linear` and, without bias, `gated_linear` of `kernels.linear` do; x and weight have to fit.
+
+    With squares, which `add` has returned, as `scaled_linear` and `scaled_gated_linear` of `kernels.unscaled`.
+    """
     if gated and not (tiling.gates and bias is None):
         raise ValueError(f"{tiling} is not for a gate, or the gate has a bias")
+    columns = weight.shape[0] // 2 if gated else weight.shape[0]
+    out = torch.empty((x.shape[0], columns), dtype=x.dtype, device=x.device)
+    norm = _Norm()
+    if squares is not None:
+        readable = squares.dtype == torch.float32 and squares.data_ptr() % 16 == 0 and squares.stride(1) == 1
+        if squares.shape[0] != x.shape[0] or squares.stride(0) % _TOGETHER or not readable:
+            raise ValueError(f"squares {list(squares.shape)} do not go with x {list(x.shape)}")
+        norm = _Norm(0, 0, 0, squares.data_ptr(), squares.shape[1], squares.stride(0), 1 / x.shape[1], eps)
+    shape = _Shape(gated, x.dtype == torch.float16, scales=squares is not None)
+    _launch(x, weight, bias, out, norm, tiling, shape)
+    return out
+
+
+_TOGETHER = 4
+"""Stretches that one access takes."""
+
+
+def add(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, tiling: Tiling
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return values and squares of `unscaled_linear` of `kernels.unscaled`, and the sum; x and weight have to fit.
+
+    A stretch of columns is what one block has of them, or one warp group.
+    """
+    tokens, columns = x.shape[0], weight.shape[0]
+    if residual.shape != (tokens, columns) or norm_weight.shape != (columns,):
+        raise ValueError(f"residual {list(residual.shape)} does not go with weight {list(weight.shape)}")
+    residual, norm_weight = residual.contiguous(), norm_weight.contiguous()
+    if residual.dtype != x.dtype or norm_weight.dtype != x.dtype or norm_weight.data_ptr() % 16:
+        raise ValueError(f"residual or norm do not go with x of {x.dtype}")
+    if residual.data_ptr() % 16:
+        residual = residual.clone()
+    stretches = -(-columns // (tiling.narrow or 64))
+    pitch = -(-stretches // _TOGETHER) * _TOGETHER
+    total = torch.empty((tokens, columns), dtype=x.dtype, device=x.device)
+    weighted = torch.empty_like(total)
+    squares = torch.empty((tokens, pitch), dtype=torch.float32, device=x.device)
+    pointers = (tensor.data_ptr() for tensor in (residual, norm_weight, weighted, squares))
+    norm = _Norm(*pointers, stretches, pitch)
+    _launch(x, weight, bias, total, norm, tiling, _Shape(False, x.dtype == torch.float16, adds=True))
+    return weighted, squares[:, :stretches], total
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What a kernel does beside multiplying; see `clusters.cu`."""
+
+    gated: bool
+    half: bool
+    scales: bool = False
+    adds: bool = False
+
+
+def _launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, norm: _Norm, tiling: Tiling, shape: _Shape
+) -> None:
+    tokens, inputs = x.shape
+    rows, weight_inputs = weight.shape
+    gated = shape.gated
     if weight_inputs != inputs or not fits(x, weight, gated=gated):
         raise ValueError(f"x {list(x.shape)} does not go with weight {list(weight.shape)}")
     columns = rows // 2 if gated else rows
-    out = torch.empty((tokens, columns), dtype=x.dtype, device=x.device)
-    half = x.dtype == torch.float16
-    element = Element.HALF if half else Element.BFLOAT16
+    element = Element.HALF if shape.half else Element.BFLOAT16
     part = -(-tiling.rows // (8 * tiling.tokens_in_cluster)) * 8
     last = tiling.rows - part * (tiling.tokens_in_cluster - 1)
     if gated:
@@ -287,18 +371,22 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Tiling, *, 
         ctypes.c_int(columns),
         ctypes.c_int(tiling.token_clusters(tokens)),
         ctypes.c_int(-(-inputs // _INPUTS)),
+        norm,
     )
-    function = _function(tiling, gated, half, x.device)
-    driver.launch(function, tiling.grid(rows, tokens), x.device, arguments)
-    return out
+    grid = tiling.grid(rows, tokens)
+    if shape.scales and not tiling.registers:
+        # The tokens' factors are found by a warp of its own; where registers are moved, by warps that idle.
+        grid = replace(grid, threads=grid.threads + 32)
+    driver.launch(_function(tiling, shape, x.device), grid, x.device, arguments)
 
 
 @functools.cache
-def _function(tiling: Tiling, gated: bool, half: bool, device: torch.device) -> ctypes.c_void_p:
-    return driver.load(source(tiling, gated=gated, half=half), "product", tiling.shared_bytes, device)
+def _function(tiling: Tiling, shape: _Shape, device: torch.device) -> ctypes.c_void_p:
+    text = source(tiling, gated=shape.gated, half=shape.half, scales=shape.scales, adds=shape.adds)
+    return driver.load(text, "product", tiling.shared_bytes, device)
 
 
-def source(tiling: Tiling, *, gated: bool, half: bool) -> str:
+def source(tiling: Tiling, *, gated: bool, half: bool, scales: bool = False, adds: bool = False) -> str:
     """Return the kernel's text for a tiling."""
     names = {
         "WG": tiling.groups,
@@ -313,6 +401,8 @@ def source(tiling: Tiling, *, gated: bool, half: bool) -> str:
         "REGISTERS": tiling.registers,
         "GATED": int(gated),
         "HALF": int(half),
+        "SCALES": int(scales),
+        "ADDS": int(adds),
     }
     defines = "".join(f"#define {name} {value}\n" for name, value in names.items())
     return defines + _instruction(tiling.width, "f16" if half else "bf16") + driver.read("clusters.cu")

@@ -27,6 +27,7 @@ from torch import Tensor
 from kernels.gpu import clusters
 from kernels.gpu.overlap import overlap_options, wait_for_inputs
 from kernels.gpu.swiglu import swiglu
+from kernels.unscaled import Unscaled
 
 # Up to here streaming is as fast as cuBLAS or faster: where the gate is fused or the output is wide,
 # and for narrow outputs, whose programs have to share a tile.
@@ -45,6 +46,11 @@ _WIDEST = 2**15
 _MAX_TOKENS_ANYWAY = 256
 _ENOUGH_WORK = 0.9
 """Of the multiprocessors in each turn."""
+
+_FOLDED = (range(1, 65), range(225, 257))
+"""Numbers of tokens for which an 8B's products are faster with the norms between them folded in: those of the tilings
+that 32, 64 and 256 tokens take. Of 128 they were as fast, of 320 and 384 slower; others were not timed. So it was
+in a form that found the tokens' factors before it multiplied (docs/benchmarks)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +81,41 @@ def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
         return swiglu(F.linear(x, weight))
     inner = weight.shape[0] // 2
     return stream(x, weight, None, choose_tiling(inner, x.shape[1], x.shape[0], gated=True), gated=True)
+
+
+def folds(x: Tensor, weight: Tensor, reader: Tensor, *, gated: bool) -> bool:
+    return (
+        x.dtype == torch.bfloat16
+        and any(x.shape[0] in tokens for tokens in _FOLDED)
+        and _clusters(x, weight, gated=False) is not None
+        and clusters.addresses(reader, gated=gated)
+        and choose_clusters(x.shape[0], *reader.shape, clusters.room_of(x.device), gated=gated) is not None
+    )
+
+
+def unscaled_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float
+) -> tuple[Unscaled, Tensor]:
+    values, squares, total = clusters.add(x, weight, bias, residual, norm_weight, _known(x, weight, gated=False))
+    return Unscaled(values, squares, eps), total
+
+
+def scaled_linear(values: Tensor, squares: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    tiling = _known(values, weight, gated=False)
+    return clusters.multiply(values, weight, bias, tiling, gated=False, squares=squares, eps=eps)
+
+
+def scaled_gated_linear(values: Tensor, squares: Tensor, eps: float, weight: Tensor) -> Tensor:
+    tiling = _known(values, weight, gated=True)
+    return clusters.multiply(values, weight, None, tiling, gated=True, squares=squares, eps=eps)
+
+
+def _known(x: Tensor, weight: Tensor, *, gated: bool) -> clusters.Tiling:
+    """Return the tiling of a product that `folds` has been asked about."""
+    tiling = _clusters(x, weight, gated=gated)
+    if tiling is None:
+        raise ValueError(f"x {list(x.shape)} times weight {list(weight.shape)} does not go by clusters")
+    return tiling
 
 
 def _streams(x: Tensor, weight: Tensor, *, gated: bool) -> bool:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -15,6 +16,7 @@ from kernels.fp8 import BLOCK, Quantized, group_of
 from kernels.lora import Assignment, Factors
 from kernels.moe import Router
 from kernels.rope import rope_tables
+from kernels.unscaled import Unscaled
 from worker.models.rope import RopeShape
 
 
@@ -235,6 +237,10 @@ class Norm(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return kernels.rms_norm(x, self.weight, self.eps, residual)
 
+    def behind(self, linear: Linear, x: Tensor, residual: Tensor) -> tuple[Unscaled, Tensor]:
+        """Return what `forward` makes of the linear's output, but for a factor of each token, and the sum."""
+        return kernels.unscaled_linear(x, linear.weight, linear.bias, residual, self.weight, self.eps)
+
     def quantized(self, x: Tensor, residual: Tensor | None, reader: Linear) -> tuple[Quantized, Tensor]:
         """Return the normed tokens as a linear with weights of 8 bits reads them, and the sum."""
         assert reader.scale is not None
@@ -280,13 +286,19 @@ class Attention(nn.Module):
             empty_parameter(heads + kv_heads, shape.head_dim, device=device, dtype=dtype) if shape.head_norm else None
         )
 
-    def forward(self, x: Tensor | Quantized, rotation: Rotation, context: ForwardContext) -> Tensor:
+    def forward(self, x: Tensor | Quantized | Unscaled, rotation: Rotation, context: ForwardContext) -> Tensor:
         return self.out.forward(self.gather(x, rotation, context), context)
 
-    def gather(self, x: Tensor | Quantized, rotation: Rotation, context: ForwardContext) -> Tensor:
+    def gather(self, x: Tensor | Quantized | Unscaled, rotation: Rotation, context: ForwardContext) -> Tensor:
         """Write keys and values; return what the heads have gathered, [tokens, heads * head_dim]."""
         heads, kv_heads = self.shape.num_heads, self.shape.num_kv_heads
-        projected = self.qkv.forward(x, context) if isinstance(x, Tensor) else self.qkv.product(x, rotation.cos.dtype)
+        match x:
+            case Tensor():
+                projected = self.qkv.forward(x, context)
+            case Quantized():
+                projected = self.qkv.product(x, rotation.cos.dtype)
+            case Unscaled():
+                projected = kernels.scaled_linear(x.values, x.squares, x.eps, self.qkv.weight, self.qkv.bias)
         tokens = projected.shape[0]
         qkv = projected.view(tokens, heads + 2 * kv_heads, self.shape.head_dim)
         pages = context.kv[self.layer]
@@ -398,15 +410,23 @@ class DecoderLayer(nn.Module):
         """Ranks with the other heads, columns and experts of this layer."""
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, rotation: Rotation, context: ForwardContext
-    ) -> tuple[Tensor, Tensor]:
-        return self.mix(*self.gather(x, residual, rotation, context), context)
+        self,
+        x: Tensor | Unscaled,
+        residual: Tensor | None,
+        rotation: Rotation,
+        context: ForwardContext,
+        following: "DecoderLayer | None" = None,
+    ) -> tuple[Tensor | Unscaled, Tensor]:
+        return self.mix(*self.gather(x, residual, rotation, context), context, following)
 
     def gather(
-        self, x: Tensor, residual: Tensor | None, rotation: Rotation, context: ForwardContext
+        self, x: Tensor | Unscaled, residual: Tensor | None, rotation: Rotation, context: ForwardContext
     ) -> tuple[Tensor, Tensor]:
         """Return what attention has gathered for each token, and the residual stream: all that the tokens have to do
-        with each other."""
+        with each other. An x that is normed already is in the stream."""
+        if isinstance(x, Unscaled):
+            assert residual is not None
+            return self.attention.gather(x, rotation, context), residual
         qkv = self.attention.qkv
         if qkv.takes_quantized(context):
             normed, residual = self.attention_norm.quantized(x, residual, qkv)
@@ -414,14 +434,38 @@ class DecoderLayer(nn.Module):
             normed, residual = self.attention_norm.forward(x, residual)
         return self.attention.gather(normed, rotation, context), residual
 
-    def mix(self, gathered: Tensor, residual: Tensor, context: ForwardContext | None) -> tuple[Tensor, Tensor]:
-        """Return the rest of the layer: what a token does by itself."""
+    def mix(
+        self,
+        gathered: Tensor,
+        residual: Tensor,
+        context: ForwardContext | None,
+        following: "DecoderLayer | None" = None,
+    ) -> tuple[Tensor | Unscaled, Tensor]:
+        """Return the rest of the layer, what a token does by itself, and the residual stream.
+
+        Where it is given the layer that follows, it may do that one's norm too, and add to the stream itself.
+        """
+        if isinstance(self.mlp, GatedMLP) and self._folds(self.attention.out, gathered, self.mlp.gate_up, context):
+            mlp = self.mlp
+            x, residual = self.mlp_norm.behind(self.attention.out, gathered, residual)
+            inner = kernels.scaled_gated_linear(x.values, x.squares, x.eps, mlp.gate_up.weight)
+            if following is not None and self._folds(mlp.down, inner, following.attention.qkv, context, gated=False):
+                return following.attention_norm.behind(mlp.down, inner, residual)
+            return mlp.down.forward(inner), residual
         attended = self._whole(self.attention.out.forward(gathered, context))
         if isinstance(self.mlp, GatedMLP) and self.mlp.gate_up.takes_quantized(context):
             small, residual = self.mlp_norm.quantized(attended, residual, self.mlp.gate_up)
             return self._whole(self.mlp.quantized(small, attended.dtype)), residual
         normed, residual = self.mlp_norm.forward(attended, residual)
         return self._whole(self.mlp.forward(normed, context)), residual
+
+    def _folds(
+        self, linear: Linear, x: Tensor, reader: Linear, context: ForwardContext | None, *, gated: bool = True
+    ) -> bool:
+        """Tell whether the norm between two linears is better a part of both: nothing else comes between them."""
+        alone = self.peers is None and (context is None or context.lora is None)
+        stored = linear.scale is None and reader.scale is None
+        return alone and stored and kernels.folds(x, linear.weight, reader.weight, gated=gated)
 
     def _whole(self, part: Tensor) -> Tensor:
         return part if self.peers is None else self.peers.sum(part)
@@ -471,10 +515,10 @@ class Decoder(nn.Module):
             x = self.share.embed(token_ids, self.embedding)
         rotation = self.rotary.forward(context.positions)
         residual = None
-        *layers, last = self.layers
-        for layer in layers:
-            x, residual = layer.forward(x, residual, rotation, context)
-        return last.gather(x, residual, rotation, context)
+        layers = tuple(self.layers)
+        for layer, following in pairwise(layers):
+            x, residual = layer.forward(x, residual, rotation, context, following)
+        return layers[-1].gather(x, residual, rotation, context)
 
     def finish(
         self, gathered: Tensor, residual: Tensor, context: ForwardContext | None, wanted: Tensor | None = None
@@ -490,6 +534,8 @@ class Decoder(nn.Module):
             gathered, residual = gathered.index_select(0, wanted), residual.index_select(0, wanted)
         *_, last = self.layers
         x, residual = last.mix(gathered, residual, context)
+        # No layer follows, so nothing has normed it.
+        assert isinstance(x, Tensor)
         if wanted is not None and adapted:
             # Adapters are assigned to all tokens, in an order of their own.
             x, residual = x.index_select(0, wanted), residual.index_select(0, wanted)

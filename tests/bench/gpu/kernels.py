@@ -81,6 +81,37 @@ def bench_linear(report: Report, pace: Pace) -> None:
                 _try(report, pace, "linear", name, tokens, str(tiling), calls, gigabytes)
 
 
+def bench_layer(report: Report, pace: Pace) -> None:
+    """SDAR-8B's products and the norms between them, from the output projection to the next layer's qkv."""
+    shapes = ((4096, 4096), (24576, 4096), (4096, 12288), (6144, 4096))
+    layers = [[_normal(*shape) for shape in shapes] for _ in range(3)]
+    gigabytes = sum(2 * rows * inputs for rows, inputs in shapes) / 1e9
+    norm = torch.ones(4096, **_SHARED)
+    for tokens in (4, 32, 64, 96, 128, 160, 192, 224, 256, 288, 320, 352):
+        x, residual = _normal(tokens, 4096), _normal(tokens, 4096)
+        for how, chain in (("norms by themselves", _layer), ("norms folded", _folded_layer)):
+            calls = [partial(chain, x, residual, norm, *weights) for weights in layers]
+            _try(report, pace, "layer", "SDAR-8B", tokens, how, calls, gigabytes)
+
+
+def _layer(
+    x: Tensor, residual: Tensor, norm: Tensor, out: Tensor, gate_up: Tensor, down: Tensor, qkv: Tensor
+) -> Tensor:
+    normed, total = kernels.rms_norm(kernels.linear(x, out), norm, 1e-6, residual)
+    inner = kernels.gated_linear(normed, gate_up)
+    normed, _ = kernels.rms_norm(kernels.linear(inner, down), norm, 1e-6, total)
+    return kernels.linear(normed, qkv)
+
+
+def _folded_layer(
+    x: Tensor, residual: Tensor, norm: Tensor, out: Tensor, gate_up: Tensor, down: Tensor, qkv: Tensor
+) -> Tensor:
+    between, total = kernels.unscaled_linear(x, out, None, residual, norm, 1e-6)
+    inner = kernels.scaled_gated_linear(between.values, between.squares, between.eps, gate_up)
+    between, _ = kernels.unscaled_linear(inner, down, None, total, norm, 1e-6)
+    return kernels.scaled_linear(between.values, between.squares, between.eps, qkv)
+
+
 def _plain(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
     y = F.linear(x, weight)
     return kernels.gpu.swiglu.swiglu(y) if gated else y
@@ -256,6 +287,7 @@ def bench_moe(report: Report, pace: Pace) -> None:
 
 _BENCHES = {
     "linear": bench_linear,
+    "layer": bench_layer,
     "attention": bench_attention,
     "small": bench_small,
     "stats": bench_stats,
