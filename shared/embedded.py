@@ -99,12 +99,17 @@ class EmbeddedServer:
 
     @property
     def running(self) -> bool:
-        """True if the server answers."""
-        return self._ask(_PING) == b"+PONG"
+        """True if the server answers, its data loaded; so does one that takes no commands: see `refusal`."""
+        return _is_up(self._ask(_PING))
 
     async def is_running(self) -> bool:
         """Tell what `running` does; the event loop goes on meanwhile."""
         return await asyncio.to_thread(lambda: self.running)
+
+    async def refusal(self) -> str | None:
+        """Return what a running server says instead of taking commands, as when its disk is full; None if it does."""
+        answer = await asyncio.to_thread(self._ask, _PING)
+        return answer.decode(errors="replace").removeprefix("-") if answer is not None and _is_refusal(answer) else None
 
     def start(self, timeout_s: float = 20.0) -> bool:
         """Start the server, or adopt the one that runs on this data; return True if it was adopted.
@@ -165,7 +170,7 @@ class EmbeddedServer:
         deadline = time.monotonic() + timeout_s
         if self.lost:
             yield from self._ending()
-        if (yield _PING) == b"+PONG":
+        if _is_up((yield _PING)):
             with contextlib.suppress(OSError):
                 self._place = self._lock_path.stat()
             return True
@@ -179,7 +184,7 @@ class EmbeddedServer:
         with lock:
             self._place = os.fstat(lock.fileno())
             adopted = True
-            while (yield _PING) != b"+PONG":
+            while not _is_up((yield _PING)):
                 # Somebody else's server may still come up, or be on its way out.
                 if adopted and _try_lock(lock):
                     # The lock is found by its path: in a folder made anew a server of ours may live without it.
@@ -315,6 +320,15 @@ class EmbeddedServer:
             return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-8:])
         except OSError:
             return "(no log)"
+
+
+def _is_up(answer: bytes | None) -> bool:
+    return answer is not None and (answer == b"+PONG" or _is_refusal(answer))
+
+
+def _is_refusal(answer: bytes) -> bool:
+    """True for the server that cannot write its log of commands: even a PING is refused, until it can."""
+    return answer.startswith(b"-MISCONF")
 
 
 def _try_lock(lock: IO[str]) -> bool:

@@ -77,6 +77,8 @@ class _Member:
     recipe: Recipe
     log: Path
     ready: Callable[[], Awaitable[bool]]
+    ready_file: Path | None = None
+    """What a worker makes once it takes requests. One that was killed leaves it."""
     child: Child | None = None
     failures: int = 0
     started: float = field(default_factory=time.monotonic)
@@ -93,6 +95,7 @@ class LocalFleet:
         self._lock = DataLock(options.data_dir, options.url)
         self.stopping = False
         self._killed = False
+        self._refused = False
         self._stopping_server = False
 
     async def __aenter__(self) -> "LocalFleet":
@@ -182,7 +185,6 @@ class LocalFleet:
         members = [_Member(api, self.logs / "api.log", self._api_ready)]
         for number in range(1, options.workers + 1):
             ready_file = options.data_dir / f"worker-{number}.ready"
-            ready_file.unlink(missing_ok=True)
             flags = {
                 "model": options.model,
                 "model-name": options.served_name if options.fake else options.model_name,
@@ -194,7 +196,7 @@ class LocalFleet:
                 flags["threads"] = max(1, (os.cpu_count() or 1) // options.workers)
             module = "shared.fake" if options.fake else "worker"
             recipe = Recipe(f"worker {number}", module, tuple(flags_of(flags)), tuple(env))
-            members.append(_Member(recipe, self.logs / f"worker-{number}.log", _exists(ready_file)))
+            members.append(_Member(recipe, self.logs / f"worker-{number}.log", _exists(ready_file), ready_file))
         # Last: batches wait without harm until it is there.
         jobs_flags = flags_of({"batch-concurrency": _LOCAL_BATCH_CONCURRENCY})
         members.append(
@@ -202,10 +204,15 @@ class LocalFleet:
         )
         return members
 
-    async def _spawn(self, member: _Member) -> Child:
-        member.child = await Child.start(member.recipe, member.log)
+    async def _spawn(self, member: _Member, exit_code: Exit = Exit.NOT_STARTED) -> None:
+        try:
+            if member.ready_file is not None:
+                member.ready_file.unlink(missing_ok=True)
+            member.child = await Child.start(member.recipe, member.log)
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise Stop(exit_code, f"cannot start {member.recipe.name}: {error.filename or 'process'}: {why}") from error
         member.started = time.monotonic()
-        return member.child
 
     async def _api_ready(self) -> bool:
         """True once the api answers for itself; that a worker serves is each worker's own to say."""
@@ -241,7 +248,7 @@ class LocalFleet:
             delay = restart_delay_s(member.failures)
             self._reporter.line(f"{member.recipe.name} {how}; restarting in {delay:.1f} s (log: {member.log})")
             await asyncio.sleep(delay)
-            await self._spawn(member)
+            await self._spawn(member, Exit.FAILED)
             # A member that comes up broken ends by itself and is met here again; one that hangs is given up as well.
             await self._until_ready_again(member)
 
@@ -283,6 +290,7 @@ class LocalFleet:
                 "are lost; starting it on what is there"
             )
         elif await server.is_running():
+            await self._tell_of_refusal(server)
             return
         else:
             self._reporter.line("the embedded server does not answer; restarting it if it is gone")
@@ -291,6 +299,15 @@ class LocalFleet:
         except EmbeddedServerError as error:
             raise Stop(Exit.FAILED, f"the embedded server did not come back: {error}") from error
         self._reporter.line("embedded server ready again")
+
+    async def _tell_of_refusal(self, server: EmbeddedServer) -> None:
+        """Say once that the server takes no commands: it does again by itself, and has lost nothing."""
+        refusal = await server.refusal()
+        if refusal is not None and not self._refused:
+            self._reporter.line(f"the embedded server refuses requests until it can write again: {refusal}")
+        elif refusal is None and self._refused:
+            self._reporter.line("the embedded server takes requests again")
+        self._refused = refusal is not None
 
     async def _stop(self) -> None:
         """Workers first: they hand back over the server what they cannot finish. Then the api, then the server.
@@ -307,8 +324,9 @@ class LocalFleet:
             await self._end(api, "api", _API_DRAIN_S + (_HURRIED_SPARE_S if hurried else _STOP_SPARE_S))
             # In a folder that is another fleet's by now such files are that one's.
             for member in workers if self._lock.held else ():
-                with contextlib.suppress(FileNotFoundError):
-                    (self._options.data_dir / f"{member.recipe.name.replace(' ', '-')}.ready").unlink()
+                if member.ready_file is not None:
+                    with contextlib.suppress(OSError):
+                        member.ready_file.unlink()
             if self._server is not None:
                 with self._reporter.phase("stopping the embedded server", "embedded server stopped"):
                     self._stopping_server = True

@@ -18,6 +18,7 @@ from shared.cli.data_lock import DataLock
 from shared.cli.exits import Exit, Stop
 from shared.cli.local_fleet import LocalFleet, LocalFleetOptions, check_port, free_port, until_silent
 from shared.cli.progress import Reporter
+from shared.connection import open_sync_client
 from shared.embedded import EmbeddedServer
 
 API = """
@@ -155,6 +156,51 @@ async def test_a_killed_worker_is_started_again_and_told(options: LocalFleetOpti
         assert fleet.pids[1] != worker and alive(fleet.pids[1])
 
 
+async def test_a_worker_that_does_not_come_back_is_given_up_though_the_killed_one_was_ready(
+    options: LocalFleetOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = io.StringIO()
+    async with LocalFleet(options, Reporter(out)) as fleet:
+        impatient = dataclasses.replace(options, start_timeout_s=0.5)
+        monkeypatch.setattr(fleet, "_options", impatient)
+        monkeypatch.setenv("MODE", "never ready")
+        async with watching(fleet):
+            os.kill(fleet.pids[1], signal.SIGKILL)
+            await until(out, "worker 1 was ended by SIGKILL; restarting in 1.0 s")
+    assert "ready again" not in out.getvalue()
+
+
+@pytest.mark.parametrize("taken", ["logs", "logs/worker-1.log", "worker-1.ready"])
+async def test_a_file_of_the_data_folder_that_cannot_be_made_is_named(options: LocalFleetOptions, taken: str) -> None:
+    path = options.data_dir / taken
+    if taken == "logs":
+        options.data_dir.mkdir()
+        path.touch()
+    else:
+        path.mkdir(parents=True)
+    fleet = LocalFleet(options, Reporter(io.StringIO()))
+    with pytest.raises(Stop, match=rf"cannot start (api|worker 1): {path}: ") as stopped:
+        async with fleet:
+            pass
+    assert stopped.value.exit_code is Exit.NOT_STARTED
+    assert not any(map(alive, fleet.pids))
+
+
+async def test_a_log_that_can_be_written_no_more_ends_the_fleet_by_its_name(options: LocalFleetOptions) -> None:
+    async with LocalFleet(options, Reporter(io.StringIO())) as fleet:
+        log = options.data_dir / "logs" / "worker-1.log"
+        log.unlink()
+        log.mkdir()
+        watch = asyncio.create_task(fleet.watch())
+        os.kill(fleet.pids[1], signal.SIGKILL)
+        with pytest.raises(ExceptionGroup) as group:
+            async with asyncio.timeout(60):
+                await watch
+    (stop,) = group.value.exceptions
+    assert isinstance(stop, Stop) and stop.exit_code is Exit.FAILED
+    assert str(stop).startswith(f"cannot start worker 1: {log}: ")
+
+
 async def test_a_worker_that_keeps_dying_ends_the_fleet(
     options: LocalFleetOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,6 +315,26 @@ async def test_a_fleet_whose_folder_is_another_ones_ends_and_leaves_that_one_alo
     finally:
         server.stop()
         theirs.release()
+
+
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="a disk is filled by prlimit, which is Linux's")
+async def test_a_fleet_whose_disk_is_full_waits_for_room_and_tells_of_it_once(
+    options: LocalFleetOptions, short_folder: Path
+) -> None:
+    data_dir = short_folder / "data"
+    out = io.StringIO()
+    embedded = dataclasses.replace(options, redis_url=None, data_dir=data_dir)
+    async with asyncio.timeout(100), LocalFleet(embedded, Reporter(out)) as fleet, watching(fleet):
+        server, client = server_pid(data_dir), open_sync_client(EmbeddedServer(data_dir).url)
+        resource.prlimit(server, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
+        client.set("k", "v")
+        client.close()
+        await until(out, "the embedded server refuses requests until it can write again: MISCONF Errors writing")
+        resource.prlimit(server, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        await until(out, "the embedded server takes requests again")
+        assert server_pid(data_dir) == server and alive(server)
+    assert out.getvalue().count("refuses requests") == 1
+    assert "does not answer" not in out.getvalue()
 
 
 async def test_a_fleet_with_a_frozen_server_hears_that_it_shall_stop_and_a_second_time_kills_it(

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -174,6 +175,32 @@ def test_a_server_is_stopped_without_a_word_to_another_one_that_has_its_place(se
         assert other.running and other.pid is not None and not other.lost
     finally:
         other.stop()
+
+
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="a disk is filled by prlimit, which is Linux's")
+async def test_a_server_whose_disk_is_full_runs_and_says_so_until_there_is_room(folder: Path) -> None:
+    # Python ignores the signal that a file is too long, and so does the server that it becomes.
+    python = (sys.executable, "-c", "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])")
+    server = EmbeddedServer(folder, launcher=python)
+    try:
+        server.start()
+        assert server.pid is not None and await server.refusal() is None
+        client = open_sync_client(server.url)
+        resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
+        client.set("k", "v")
+        async with asyncio.timeout(60):
+            while (refusal := await server.refusal()) is None:
+                await asyncio.sleep(0.01)
+        assert refusal.startswith("MISCONF Errors writing to the AOF file")
+        assert server.running and server.start() and EmbeddedServer(folder).start()
+        resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        async with asyncio.timeout(60):
+            while await server.refusal() is not None:
+                await asyncio.sleep(0.01)
+        assert client.get("k") == b"v"
+        client.close()
+    finally:
+        server.stop()
 
 
 async def test_waiting_for_a_frozen_server_leaves_the_loop_free_and_can_be_cut_short(server: EmbeddedServer) -> None:
