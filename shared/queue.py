@@ -256,14 +256,24 @@ class WorkerQueue:
 
     async def finish(self, last: Delta | None, terminal: Finished | Failed) -> Outcome:
         """Commit the last block, the terminal event and the acknowledgement together; idempotent, retried."""
-        keys, lanes = _names(terminal.id)
-        names = [keys.request(terminal.id), keys.log(terminal.id), keys.channel(terminal.id), keys.rate(), *lanes]
-        if isinstance(terminal, Finished):
-            terminal = replace(terminal, ended_ms=time.time_ns() // 1_000_000)
-        ending: list[Argument] = [terminal.seq, terminal.t, encode_event(terminal)]
-        block = _costs(terminal) if last is None else _block(last)
-        args = [terminal.epoch, self._worker, GROUP, _state(terminal), *ending, *block]
-        return Outcome(await self._link.run_again(script("finish"), names, args))
+        [outcome] = await self.finish_all([(last, terminal)])
+        return outcome
+
+    async def finish_all(self, ends: Sequence[tuple[Delta | None, Finished | Failed]]) -> list[Outcome]:
+        """Do what `finish` does for several requests, one outcome each, in one round trip."""
+        if not ends:
+            return []
+        calls: list[tuple[list[str], list[Argument]]] = []
+        for last, terminal in ends:
+            keys, lanes = _names(terminal.id)
+            names = [keys.request(terminal.id), keys.log(terminal.id), keys.channel(terminal.id), keys.rate(), *lanes]
+            if isinstance(terminal, Finished):
+                terminal = replace(terminal, ended_ms=time.time_ns() // 1_000_000)
+            ending: list[Argument] = [terminal.seq, terminal.t, encode_event(terminal)]
+            block = _costs(terminal) if last is None else _block(last)
+            calls.append((names, [terminal.epoch, self._worker, GROUP, _state(terminal), *ending, *block]))
+        replies = await self._link.run_many(script("finish"), calls)
+        return [Outcome(reply) for reply in replies]
 
     async def hand_back(self, request_id: str, epoch: int, delay_ms: int = 0) -> Outcome:
         """Give a request back at a block boundary: the next worker takes it at once, or after `delay_ms` (< lease)."""

@@ -103,6 +103,10 @@ class _Slot:
     def ends(self) -> bool:
         return bool(self.pending) and not isinstance(self.pending[-1], Delta)
 
+    def leaves(self) -> bool:
+        """True if it ends here only: another worker goes on with it."""
+        return bool(self.pending) and isinstance(self.pending[-1], _HandBack)
+
 
 class BridgeError(Exception):
     """The bridge's thread has died; the cause is chained."""
@@ -519,13 +523,21 @@ class Bridge:
 
     async def _write_ends(self, queue: WorkerQueue) -> None:
         ending = [slot for slot in self._pending() if slot.ends() and not slot.deltas_ahead()]
+        calls = [self._give_back(queue, slot) for slot in ending if slot.leaves()]
+        if finished := [slot for slot in ending if not slot.leaves()]:
+            calls.append(self._finish(queue, finished))
         # Let every call come to its end: a cancelled one would leave its reply on the connection.
-        results = await asyncio.gather(*(self._end(queue, slot) for slot in ending), return_exceptions=True)
-        for result in results:
+        for result in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result
 
-    async def _end(self, queue: WorkerQueue, slot: _Slot) -> None:
+    async def _finish(self, queue: WorkerQueue, slots: Sequence[_Slot]) -> None:
+        outcomes = await queue.finish_all([_end_of(slot) for slot in slots])
+        for slot, outcome in zip(slots, outcomes, strict=True):
+            if self._settled(slot, outcome):
+                self._forget(slot)
+
+    async def _give_back(self, queue: WorkerQueue, slot: _Slot) -> None:
         match list(slot.pending):
             case [_HandBack(delay_ms, Failed() as instead)]:
                 if await queue.pass_on(slot.id, slot.epoch, delay_ms, _MOST_UNABLE):
@@ -539,14 +551,8 @@ class Bridge:
                 slot.span.event("handed_back", {})
                 self._metrics.count_hand_back()
                 self._forget(slot)
-            case [Finished() | Failed() as terminal]:
-                if self._settled(slot, await queue.finish(None, terminal)):
-                    self._forget(slot)
-            case [Delta() as last, Finished() | Failed() as terminal]:
-                if self._settled(slot, await queue.finish(last, terminal)):
-                    self._forget(slot)
             case _:
-                raise AssertionError("events after the end of a request")
+                raise AssertionError("events beside a request's hand-back")
 
     def _settled(self, slot: _Slot, outcome: Outcome) -> bool:
         """Return True if the event is in the log; else the request is lost or its log is being repaired."""
@@ -590,6 +596,16 @@ class Bridge:
             await asyncio.sleep(min(pause_s, 0.5))
         else:
             await _wait(self._quit, pause_s)
+
+
+def _end_of(slot: _Slot) -> tuple[Delta | None, Finished | Failed]:
+    match list(slot.pending):
+        case [Finished() | Failed() as terminal]:
+            return None, terminal
+        case [Delta() as last, Finished() | Failed() as terminal]:
+            return last, terminal
+        case _:
+            raise AssertionError("events after the end of a request")
 
 
 def _tell(span: Span, event: Delta | Finished | Failed) -> None:

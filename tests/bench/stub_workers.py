@@ -72,7 +72,7 @@ class StubWorker:
                 else:
                     usage = Usage(1, blocks * BLOCK, blocks, blocks)
                     ends.append((delta, Finished(claim.id, seq + 1, claim.epoch, "length", "max_tokens", usage)))
-            await asyncio.gather(self._queue.emit(deltas), *(self._queue.finish(*end) for end in ends))
+            await asyncio.gather(self._queue.emit(deltas), self._queue.finish_all(ends))
             for _, end in ends:
                 del self._held[end.id], done[end.id]
 

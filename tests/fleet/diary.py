@@ -63,11 +63,11 @@ def queue_with(pen: Pen) -> type[WorkerQueue]:
             pen.note("commits", [(event.id, event.seq) for event, outcome in pairs if outcome in written])
             return outcomes
 
-        async def finish(self, last: Delta | None, terminal: Finished | Failed) -> Outcome:
-            outcome = await super().finish(last, terminal)
-            if outcome in written:
-                pen.note("commits", [(terminal.id, terminal.seq)])
-            return outcome
+        async def finish_all(self, ends: Sequence[tuple[Delta | None, Finished | Failed]]) -> list[Outcome]:
+            outcomes = await super().finish_all(ends)
+            pairs = zip(ends, outcomes, strict=True)
+            pen.note("commits", [(end.id, end.seq) for (_, end), outcome in pairs if outcome in written])
+            return outcomes
 
     return NotingQueue
 

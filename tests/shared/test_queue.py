@@ -2,23 +2,24 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from redis import exceptions
 
 from shared import keys as names
 from shared.adapters import TARGETS_FILE
 from shared.client import FleetClient, IdempotencyConflict, InvalidArgument, QueueFull, UnknownModel
 from shared.commands import LANES
-from shared.connection import FleetUnavailable, Link
+from shared.connection import Argument, FleetUnavailable, Link
 from shared.events import Failed, Finished, Queued, Started, Usage, decode_event
 from shared.heart import Heart, Held, HeldState
 from shared.keys import Keys
 from shared.lua import script
-from shared.queue import Outcome, Published, WorkerQueue
+from shared.queue import Claim, Outcome, Published, WorkerQueue
 from shared.roster import WorkerInfo
 from tests.shared.protocol_for_tests import (
     MODEL,
@@ -276,6 +277,75 @@ async def test_finish_commits_the_last_block_the_end_and_the_acknowledgement_tog
     assert (lengths_of(fleet_redis), pending_of(fleet_redis)) == (0, 0)
     state = state_of(fleet_redis, claim.id)
     assert state["st"] == "done" and "in" not in state
+
+
+async def three_claims(fleet: FleetClient, queue: WorkerQueue) -> list[Claim]:
+    for _ in range(3):
+        await fleet.submit(command_for())
+    return await queue.take(3)
+
+
+async def test_several_ends_take_one_round_trip_and_each_has_its_own_outcome(
+    fleet: FleetClient, new_queue: NewQueue, fleet_redis: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue, heir = new_queue("w1"), new_queue("heir")
+    await queue.publish_card(card_of())
+    lost, early, whole = await three_claims(fleet, queue)
+    run_out_of_lease(fleet_redis, lost.id)
+    [reclaimed] = await heir.take(1)
+    sent: list[int] = []
+    pipeline = Link.pipeline
+
+    async def counted(link: Link, commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
+        sent.append(len(commands))
+        return await pipeline(link, commands)
+
+    monkeypatch.setattr(Link, "pipeline", counted)
+    ends = [(block_of(lost, 0), end_of(lost, 1)), (None, end_of(early, 1)), (block_of(whole, 0), end_of(whole, 1))]
+    assert await queue.finish_all(ends) == [Outcome.FENCED, Outcome.GAP, Outcome.OK]
+    assert await queue.finish_all([]) == []
+    assert sent == [3]
+    assert [len(log_of(fleet_redis, claim.id)) for claim in (lost, early, whole)] == [0, 0, 2]
+    assert (lengths_of(fleet_redis), pending_of(fleet_redis)) == (2, 2)
+    rest = [(block_of(early, 0), end_of(early, 1)), (block_of(whole, 0), end_of(whole, 1))]
+    assert await queue.finish_all(rest) == [Outcome.OK, Outcome.DUPLICATE]
+    assert await heir.finish(None, end_of(reclaimed, 0)) is Outcome.OK
+    assert (lengths_of(fleet_redis), pending_of(fleet_redis)) == (0, 0)
+
+
+async def test_an_end_that_the_server_cannot_write_holds_up_none_beside_it_and_repeats_none(
+    fleet: FleetClient, queue: WorkerQueue, fleet_redis: Any
+) -> None:
+    claims = first, broken, last = await three_claims(fleet, queue)
+    log = Keys.of(broken.id).log(broken.id)
+    fleet_redis.set(log, "no stream")
+    ends = [(block_of(claim, 0), end_of(claim, 1)) for claim in claims]
+    with pytest.raises(exceptions.ResponseError, match="WRONGTYPE"):
+        await queue.finish_all(ends)
+    assert [state_of(fleet_redis, claim.id)["st"] for claim in claims] == ["done", "running", "done"]
+    fleet_redis.delete(log)
+    assert await queue.finish_all(ends) == [Outcome.DUPLICATE, Outcome.OK, Outcome.DUPLICATE]
+    for claim in (first, broken, last):
+        assert [event for _, event in log_of(fleet_redis, claim.id)] == [block_of(claim, 0), end_of(claim, 1)]
+
+
+async def test_ends_whose_replies_are_lost_are_sent_again_and_written_once(
+    fleet: FleetClient, queue: WorkerQueue, fleet_redis: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claims = await three_claims(fleet, queue)
+    pipeline, lost = Link.pipeline, [True]
+
+    async def losing(link: Link, commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
+        replies = await pipeline(link, commands)
+        if lost and lost.pop():
+            raise FleetUnavailable("the replies are lost")
+        return replies
+
+    monkeypatch.setattr(Link, "pipeline", losing)
+    ends = [(block_of(claim, 0), end_of(claim, 1)) for claim in claims]
+    assert await queue.finish_all(ends) == [Outcome.DUPLICATE] * 3
+    for claim in claims:
+        assert [event for _, event in log_of(fleet_redis, claim.id)] == [block_of(claim, 0), end_of(claim, 1)]
 
 
 async def test_an_end_without_a_block_says_what_it_has_cost_as_its_usage_does(

@@ -97,9 +97,12 @@ class QueueForTests:
         self._fail_if_told()
         return outcomes
 
-    async def finish(self, last: Delta | None, terminal: Finished | Failed) -> Outcome:
-        self.calls.append("finish" if last is None else "finish with delta")
+    async def finish_all(self, ends: Sequence[tuple[Delta | None, Finished | Failed]]) -> list[Outcome]:
+        self.calls.append(f"finish {len(ends)}")
         self._fail_if_down()
+        return [self._finish(last, terminal) for last, terminal in ends]
+
+    def _finish(self, last: Delta | None, terminal: Finished | Failed) -> Outcome:
         request = self.requests[terminal.id]
         if request.terminal is not None:
             return Outcome.DUPLICATE if request.terminal == terminal else Outcome.FENCED

@@ -161,8 +161,26 @@ def test_the_last_block_and_the_end_travel_in_one_call() -> None:
         desk.arrivals(1)
         desk.say(delta(request.id, 0), delta(request.id, 1), finished(request.id, 4))
         until(lambda: request.id not in desk.bridge.held())
-        assert queue.calls == ["emit 1", "finish with delta"]
+        assert queue.calls == ["emit 1", "finish 1"]
         assert [event.seq for event in queue.requests[request.id].log] == [2, 3]
+
+
+def test_requests_that_end_in_one_step_end_in_one_call_whatever_becomes_of_each() -> None:
+    queue = QueueForTests()
+    with_block, lost, bare, given_back = requests = [generate() for _ in range(4)]
+    for request in requests:
+        queue.submit(request)
+    with running(queue, replace(PACE, slots=4)) as desk:
+        desk.arrivals(4)
+        queue.requests[lost.id].epoch = 2
+        ends = [delta(with_block.id, 0), finished(with_block.id, 3), finished(lost.id, 2), finished(bare.id, 2)]
+        desk.say(*ends, handed_back=(given_back.id,))
+        until(lambda: desk.bridge.held() == {})
+        assert queue.calls == ["finish 3"]
+        assert queue.requests[with_block.id].log == [delta(with_block.id, 0)]
+        ended = {request.id: queue.requests[request.id].terminal is not None for request in requests}
+        assert ended == {with_block.id: True, lost.id: False, bare.id: True, given_back.id: False}
+        assert queue.requests[given_back.id].handed_back_ms == 0
 
 
 def test_a_reclaimed_request_resumes_from_its_log() -> None:
@@ -276,6 +294,29 @@ def test_lost_replies_neither_lose_nor_repeat_nor_reorder(
         until(lambda: desk.bridge.held() == {})
     assert queue.requests[request.id].log == deltas
     assert queue.requests[request.id].terminal == end
+
+
+@settings(max_examples=25, deadline=None)
+@given(faults=st.lists(st.booleans(), max_size=6), with_block=st.lists(st.booleans(), min_size=2, max_size=4))
+def test_a_call_that_breaks_off_among_several_ends_neither_loses_nor_repeats_one(
+    faults: list[bool], with_block: list[bool]
+) -> None:
+    queue = QueueForTests()
+    requests = [generate() for _ in with_block]
+    for request in requests:
+        queue.submit(request)
+    with running(queue, replace(PACE, slots=4)) as desk:
+        desk.arrivals(len(requests))
+        queue.faults = faults
+        events: list[Delta | Finished] = []
+        for request, block in zip(requests, with_block, strict=True):
+            events += [delta(request.id, 0)] if block else []
+            events.append(finished(request.id, 2 + block))
+        desk.say(*events)
+        until(lambda: desk.bridge.held() == {})
+    for request, block in zip(requests, with_block, strict=True):
+        assert queue.requests[request.id].log == ([delta(request.id, 0)] if block else [])
+        assert queue.requests[request.id].terminal == finished(request.id, 2 + block)
 
 
 def test_a_log_that_fell_back_is_written_again() -> None:
