@@ -15,6 +15,7 @@ from api.deps import Services
 from api.settings import ApiSettings
 from api.webhooks.signing import InvalidSecrets
 from shared.client import FleetClient
+from shared.heap import keep_for_good
 from shared.settings import complaints, read_flags
 from shared.telemetry import configure_logging
 from shared.tracing import TracingUnavailable, require_tracing
@@ -96,5 +97,6 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"webhook_secrets_file: {error}", file=sys.stderr)
         return EXIT_USAGE
     server = Server(app, settings)
+    keep_for_good()
     server.run()
     return 0 if server.started else 1

@@ -17,6 +17,7 @@ from pydantic_settings import SettingsError
 from redis.exceptions import RedisError
 
 from shared.connection import open_sync_client
+from shared.heap import keep_for_good
 from shared.heart import Heart
 from shared.queue import WorkerQueue
 from shared.roster import WorkerInfo, WorkerState
@@ -130,6 +131,7 @@ def _serve(settings: WorkerSettings, tracing: Tracing) -> ExitCode:
         name, assembly.spec.family, placement.device, placement.dtype, placement.threads, load.total_pages,
         time.perf_counter() - began,
     )  # fmt: skip
+    keep_for_good()
 
     mailbox = Mailbox()
     bridge = Bridge(

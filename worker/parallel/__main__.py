@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+from shared.heap import keep_for_good
 from shared.telemetry import configure_logging
 from worker.exits import ExitCode
 from worker.parallel.messages import Channel, Start
@@ -57,6 +58,7 @@ def _follow(start: Start, channel: Channel) -> ExitCode:
         time.sleep(_GRACE_S)  # rank 0 finds the same, and says so
         return ExitCode.BAD_MODEL
     log.info("rank %d of %d is ready", start.rank, start.size)
+    keep_for_good()
     try:
         told = Follower(model, checkpoint.folder, peers).follow(channel)
     except Exception:
