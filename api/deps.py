@@ -44,12 +44,17 @@ class Services:
     """Set once the process was asked to end: `/health/ready` says so, and requests are still served."""
 
 
-def services(request: Request) -> Services:
+async def _services(request: Request) -> Services:
     return request.app.state.services
 
 
-ServicesDep = Annotated[Services, Depends(services)]
-CallerDep = Annotated[Caller, Depends(caller_of)]
+async def _caller(request: Request) -> Caller:
+    return caller_of(request)
+
+
+# Coroutines, for FastAPI calls what is none in a thread of its own.
+ServicesDep = Annotated[Services, Depends(_services)]
+CallerDep = Annotated[Caller, Depends(_caller)]
 
 
 def json_body(kind: type[Body]) -> Callable[[Request], Awaitable[Body]]:

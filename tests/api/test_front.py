@@ -1,13 +1,17 @@
 """Headers, probes, documents: what surrounds the endpoints."""
 
 import asyncio
+import inspect
 import logging
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
+from fastapi.routing import APIRoute
 from prometheus_client.parser import text_string_to_metric_families
 
+from api.app import ROUTERS
 from shared.client import FleetUnavailable
 from shared.events import Queued, Started
 from tests.api.scripted import Answer, Caller, ScriptedFleet, running, steps
@@ -34,6 +38,17 @@ async def test_every_answer_has_a_request_id(caller: Caller) -> None:
 async def test_a_callers_own_request_id_is_kept_if_it_is_sane(caller: Caller, sent: str, kept: bool) -> None:
     answer = await caller.get("/health", {"x-request-id": sent})
     assert (answer.headers["x-request-id"] == sent) == kept
+
+
+def test_no_route_and_nothing_that_it_depends_on_runs_in_a_thread() -> None:
+    routes = [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
+    rest, called = [route.dependant for route in routes], list[Callable[..., object]]()
+    while rest:
+        dependant = rest.pop()
+        rest += dependant.dependencies
+        called += [] if dependant.call is None else [dependant.call]
+    assert len(called) > len(routes) > 20
+    assert [call for call in called if not inspect.iscoroutinefunction(call)] == []
 
 
 async def test_streams_tell_proxies_to_pass_them_on(caller: Caller) -> None:
