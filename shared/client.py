@@ -168,6 +168,7 @@ class FleetClient:
         self._subscriber = subscriber
         self._dead_letters = DeadLetters(link)
         self._cards: dict[str, tuple[float, ModelCard]] = {}
+        self._model_reads = Flights[list[str]]()
         # A card is large and a tokenizer more so: a burst of requests would make as many.
         self._card_reads = Flights[ModelCard]()
         self._tokenizers: dict[str, Tokenizer] = {}
@@ -185,6 +186,7 @@ class FleetClient:
 
     async def __aexit__(self, *error: object) -> None:
         await self._subscriber.__aexit__(*error)
+        self._model_reads.cancel()
         self._card_reads.cancel()
         self._tokenizer_builds.cancel()
         await self._link.close()
@@ -499,6 +501,9 @@ class FleetClient:
 
     async def models(self) -> list[str]:
         """Return the names of all models that have a card, sorted."""
+        return list(await self._model_reads.join("", self._read_models))
+
+    async def _read_models(self) -> list[str]:
         names: set[bytes] = await self._link.read("SMEMBERS", MODELS)
         return sorted(name.decode() for name in names)
 

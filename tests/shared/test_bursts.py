@@ -61,6 +61,14 @@ async def test_a_burst_reads_a_card_once(redis_url: str, queue: WorkerQueue, fle
         assert fleet_redis.info("commandstats")["cmdstat_hgetall"]["calls"] == 1
 
 
+async def test_a_burst_asks_for_the_models_once(redis_url: str, queue: WorkerQueue, fleet_redis: Any) -> None:
+    async with FleetClient.connect(redis_url) as fleet:
+        fleet_redis.config_resetstat()
+        answers = await asyncio.gather(*(fleet.models() for _ in range(500)))
+        assert answers == [[MODEL]] * 500
+        assert fleet_redis.info("commandstats")["cmdstat_smembers"]["calls"] == 1
+
+
 async def test_a_burst_builds_a_tokenizer_once(
     redis_url: str, queue: WorkerQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
