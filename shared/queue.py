@@ -44,6 +44,8 @@ _EMPTY_YOURSELF = 2
 """What `take` says of an officer whose requests others can go on with."""
 _MOST_LOOKERS = 8
 """Beyond it the pause between looks grows no more: a worker with the only free slot must not leave it empty long."""
+_AMID_A_BURST = 4
+"""By how much sooner a worker that is alone looks again where it has just found something."""
 _FORGET_EVERY_S = 60.0
 _FORGET_AFTER_MS = 600_000
 
@@ -184,10 +186,12 @@ class WorkerQueue:
 
         Of several workers each looks so much more seldom as there are others who look too, up to `_MOST_LOOKERS`: what
         comes is found as soon, and the queue is not asked the more the larger the fleet. At different times, or all
-        would look at once.
+        would look at once. One that is alone and finds something is amid a burst, whose rest nobody else will take.
         """
-        if found or self._probation is not None:
+        if self._probation is not None:
             return poll_s
+        if found:
+            return poll_s / _AMID_A_BURST if self.alone else poll_s
         return poll_s * random.uniform(0.75, 1.25) * max(1, min(self._workers, _MOST_LOOKERS))
 
     async def take(self, limit: int, held: int = 0) -> list[Claim]:

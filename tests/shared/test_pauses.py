@@ -47,5 +47,16 @@ async def test_who_has_found_something_looks_again_a_poll_later(queue: WorkerQue
     assert queue.pause_s(POLL_S, found=True) == POLL_S
 
 
+async def test_who_is_alone_looks_again_sooner_for_the_rest_of_what_it_has_found(
+    queue: WorkerQueue, redis_url: str
+) -> None:
+    beat(redis_url, 1)
+    async with FleetClient.connect(redis_url) as fleet:
+        await fleet.submit(command_for())
+    assert len(await queue.take(1, held=1)) == 1
+    assert 0 < queue.pause_s(POLL_S, found=True) < POLL_S / 2
+    assert queue.pause_s(POLL_S, found=False) >= 0.75 * POLL_S
+
+
 async def test_a_worker_that_has_not_looked_yet_takes_itself_for_the_only_one(queue: WorkerQueue) -> None:
     assert queue.pause_s(POLL_S, found=False) <= 1.25 * POLL_S
