@@ -7,16 +7,12 @@ $OUT/serving.jsonl (or the current directory).
 
 import argparse
 import asyncio
-import contextlib
 import gc
 import json
 import logging
 import os
 import random
 import signal
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -32,6 +28,7 @@ from shared.commands import Generate, Limits
 from shared.decoding import LowConfidenceStatic
 from shared.events import Delta, Failed, Finished
 from tests.bench.gpu.frontier import per_step, profile, share_out
+from tests.bench.gpu.path import BUDGET, CONTEXT, PRODUCE, Way, bench_path
 from tests.bench.gpu.shapes import SHAPES, Shape, random_model, store_in_blocks
 from tests.bench.gpu.soak import STEPS_OF_AN_HOUR, Traffic, soak
 from tests.worker.texts import NoText
@@ -51,9 +48,6 @@ from worker.runner import Runner
 from worker.runners import make_runner
 
 PAGE = 32
-CONTEXT = 1024
-PRODUCE = 256
-BUDGET = 4096
 
 OFFERS = {
     "chosen": Offer(),
@@ -305,89 +299,6 @@ def bench_prompts(model: LoadedModel, report: Report, running: int, coming: int,
     )
 
 
-# --- the whole path
-
-
-def write_folder(folder: Path, vocab: int) -> None:
-    """Write the files of a checkpoint without weights: every id is a word."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(vocab)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.decoder = decoders.WordPiece()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "config.json").write_text(json.dumps({"architectures": ["random"]}))
-
-
-async def bench_path(name: str, report: Report, concurrencies: list[int], rounds: int, block: int, steps: int) -> None:
-    from shared.cli.exits import Stop
-    from shared.cli.local_fleet import LocalFleet, LocalFleetOptions
-    from shared.cli.progress import Reporter
-    from shared.embedded import EmbeddedServer
-    from tests.bench.gpu.random_worker import flags, use_random_weights
-    from tests.bench.load import Run, engine_job, http_job, timed
-    from worker.loop import EngineLoop
-    from worker.settings import read_settings
-
-    with tempfile.TemporaryDirectory(prefix="df-gpu-") as root:
-        folder = Path(root) / "model"
-        folder.mkdir()
-        write_folder(folder, SHAPES[name].vocab)
-        most = max(concurrencies)
-        argv = flags(folder, most, BUDGET)
-        ready = Path(root) / "worker.ready"
-        options = LocalFleetOptions(
-            host="127.0.0.1", port=8123, workers=0, model=str(folder), model_name="random", redis_url=None,
-            data_dir=Path(root) / "data", start_timeout_s=60.0, drain_s=1.0,
-        )  # fmt: skip
-        try:
-            served_by = await LocalFleet(options, Reporter(sys.stderr)).__aenter__()
-        except Stop as stop:
-            raise RuntimeError("\n".join([str(stop), *stop.details])) from stop
-        async with contextlib.AsyncExitStack() as stack:
-            stack.push_async_exit(served_by)
-            env = {**os.environ, "DIFFLEET_REDIS_URL": EmbeddedServer(options.data_dir).url}
-            command = [sys.executable, "-m", "tests.bench.gpu.random_worker", name, str(block), str(steps)]
-            with (Path(os.environ.get("OUT", ".")) / "worker.log").open("w") as log:
-                worker = subprocess.Popen(
-                    [*command, *argv, "--ready-file", str(ready)], env=env, stdout=log, stderr=log
-                )
-                try:
-                    use_random_weights(name, block, steps)
-                    loop = EngineLoop.load(read_settings(argv))
-                    async with loop:
-                        while not ready.exists():
-                            if worker.poll() is not None:
-                                raise RuntimeError(f"the worker ended with {worker.returncode}")
-                            await asyncio.sleep(0.1)
-                        for concurrent in concurrencies:
-                            texts = [
-                                " ".join(f"w{random.Random(number * 7919 + i).randrange(1000)}" for i in range(CONTEXT))
-                                for number in range(concurrent)
-                            ]
-                            alone: list[Run] = []
-                            path: list[Run] = []
-                            for _ in range(rounds):
-                                alone.append(await timed([engine_job(loop, text, PRODUCE) for text in texts]))
-                                path.append(await timed([http_job(options.url, text, PRODUCE) for text in texts]))
-                            rates = [median(run.rate for run in runs[1:] or runs) for runs in (alone, path)]
-                            report(
-                                {
-                                    "bench": "path",
-                                    "model": name,
-                                    "block": block,
-                                    "concurrent": concurrent,
-                                    "engine_tokens_s": rates[0],
-                                    "path_tokens_s": rates[1],
-                                    "ratio": rates[1] / rates[0],
-                                    "rounds": [(a.rate, p.rate) for a, p in zip(alone, path, strict=True)],
-                                }
-                            )
-                finally:
-                    worker.terminate()
-                    worker.wait(30)
-
-
 def _until(deadline: float) -> Callable[[], bool]:
     """Return what tells whether the deadline has passed or SIGTERM has come."""
     asked = threading.Event()
@@ -404,7 +315,9 @@ def main() -> None:
     parser.add_argument("--block", default="32", help="block lengths; the first is that of all but the engine")
     parser.add_argument("--steps", default="8", help="steps of each block")
     parser.add_argument("--commit", default="chosen", help=f"ways, by commas, of {list(OFFERS)} and plain")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5, help="of the path; the first one is for caches")
+    parser.add_argument("--fresh", action="store_true", help="each round of the path has prompts of its own")
+    parser.add_argument("--emulated", action="store_true", help="the path on a card that is not there")
     parser.add_argument(
         "--seconds",
         type=float,
@@ -489,7 +402,8 @@ def main() -> None:
             del model
             _tidy()
         if "path" in arguments.what:
-            asyncio.run(bench_path(arguments.model, report, rows, arguments.rounds, blocks[0], steps[0]))
+            way = Way(arguments.model, blocks[0], steps[0], arguments.emulated)
+            asyncio.run(bench_path(way, report, rows, arguments.rounds, arguments.fresh))
 
 
 def _tidy() -> None:
