@@ -54,6 +54,8 @@ def written() -> Generator[None]:
     if former is None:  # closed by whoever started it
         yield
         return
+    # What was printed before would come behind all that is printed now.
+    former.flush()
     output = _Output(former.fileno(), "w", closefd=False)
     stdout = io.TextIOWrapper(io.BufferedWriter(output), former.encoding, former.errors, line_buffering=former.isatty())
     before, sys.stdout = sys.stdout, stdout

@@ -92,3 +92,9 @@ def test_a_fault_of_another_file_is_not_blamed_on_the_output() -> None:
     with pytest.raises(FileNotFoundError), written():
         Path("/nowhere/at/all").read_bytes()
     assert sys.stdout is before
+
+
+def test_what_was_printed_before_comes_first() -> None:
+    program = "from shared.cli.entry import written\nprint(1)\nwith written():\n    print(2)\nprint(3)"
+    ended = subprocess.run([sys.executable, "-c", program], env=environment(), capture_output=True, timeout=50)
+    assert ended.stdout.split() == [b"1", b"2", b"3"]
