@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, get_origin
 from urllib.parse import quote, urlsplit
 
-from pydantic import Field, SecretStr, ValidationError, model_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
     CliApp,
@@ -70,6 +71,11 @@ class ServiceSettings(BaseSettings):
         default=Path.home() / ".local" / "share" / "diffleet",
         description="Where the embedded server and the logs live.",
     )
+
+    @field_validator("*")
+    @classmethod
+    def _expand(cls, value: Any) -> Any:
+        return expanded(value) if isinstance(value, Path) else value
 
     @classmethod
     def settings_customise_sources(
@@ -142,7 +148,12 @@ def complaints(error: ValidationError | SettingsError) -> list[str]:
     if isinstance(error, SettingsError):
         return [str(error)]
     faults = error.errors(include_url=False, include_input=False)
-    return [": ".join(filter(None, (".".join(map(str, fault["loc"])), fault["msg"]))) for fault in faults]
+    return [": ".join(filter(None, (".".join(map(str, fault["loc"])), _said(fault)))) for fault in faults]
+
+
+def _said(fault: ErrorDetails) -> str:
+    # What a validator of ours says is a sentence of its own.
+    return fault["msg"].removeprefix("Value error, ")
 
 
 _IN_WORDS = {"str": "TEXT", "SecretStr": "TEXT", "Path": "PATH", "int": "NUMBER", "float": "NUMBER"}
@@ -158,6 +169,14 @@ def _add_argument(parser: ArgumentParser, *flags: str, **how: Any) -> Any:
         text = text.replace(" (default: null)", "")
         how["help"] = _LIST_BY_DEFAULT.sub(lambda found: f"(default: {found[1] or 'none'})".replace("'", ""), text)
     return parser.add_argument(*flags, **how)
+
+
+def expanded(path: Path) -> Path:
+    """Return the path with a leading `~` or `~user` replaced; raises ValueError if that has no home."""
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        raise ValueError(f"{str(path)!r}: no home folder is known for {path.parts[0]!r}") from None
 
 
 def check_model_name(name: str) -> str:

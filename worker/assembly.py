@@ -83,7 +83,7 @@ def _assemble(
     settings: WorkerSettings, placement: Placement, model: LoadedModel, group: Leader | None, redis: Redis | None
 ) -> Assembly:
     if settings.adapter is not None:
-        model = with_adapter(model, settings.adapter.expanduser(), settings.adapter_block_length)
+        model = with_adapter(model, settings.adapter, settings.adapter_block_length)
     as_stored = group is None and settings.weights == "stored" and settings.adapter is None
     if as_stored and isinstance(model.module, nn.Module):
         keep(model.module, settings.folder, runs_on_stored)

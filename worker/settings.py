@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from shared.settings import REDIS_SCHEMES, ServiceSettings, check_model_name, read_flags
+from shared.settings import REDIS_SCHEMES, ServiceSettings, check_model_name, expanded, read_flags
 from worker.bundled import BUNDLED, bundled_folder
 from worker.exits import ExitCode
 
@@ -124,6 +124,13 @@ class WorkerSettings(ServiceSettings):
     metrics_port: int = Field(default=0, ge=0, le=65_535, description="Port of /metrics and /health; 0: none.")
     ready_file: Path | None = Field(default=None, description="Exists while the worker takes requests.")
 
+    @field_validator("model")
+    @classmethod
+    def _check_model(cls, model: str) -> str:
+        if model not in BUNDLED:
+            expanded(Path(model))
+        return model
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.num_pages is not None and self.kv_cache_mb is not None:
@@ -134,7 +141,10 @@ class WorkerSettings(ServiceSettings):
             for name in ("adapter", "model_store"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name}: adapters cannot be used with tensor_parallel {self.tensor_parallel}")
-        check_model_name(self.served_name)
+        try:
+            check_model_name(self.served_name)
+        except ValueError as error:
+            raise ValueError(f"model_name: {error}") from None
         if not self.redis_url.startswith(REDIS_SCHEMES):
             raise ValueError(f"redis_url must begin with one of {', '.join(REDIS_SCHEMES)}")
         return self
@@ -142,7 +152,7 @@ class WorkerSettings(ServiceSettings):
     @property
     def folder(self) -> Path:
         """Where the checkpoint lies; a bundled name wins over a folder of that name beside the process."""
-        return bundled_folder(self.model) if self.model in BUNDLED else Path(self.model).expanduser()
+        return bundled_folder(self.model) if self.model in BUNDLED else expanded(Path(self.model))
 
     @property
     def served_name(self) -> str:

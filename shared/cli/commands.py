@@ -21,9 +21,10 @@ from shared.cli.canvas import Canvas
 from shared.cli.exits import Exit, Stop
 from shared.cli.infill import Infill, parse, rooms_of, text_of
 from shared.cli.numbers import finite
+from shared.cli.paths import file, folder
 from shared.cli.question import Question, as_typed, schema_of
 from shared.cli.reporting import reporting, run
-from shared.settings import ServiceSettings, check_model_name
+from shared.settings import REDIS_SCHEMES, ServiceSettings, check_model_name, complaints
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_PROMPT = "Tell me a story about a rabbit named Clover."
@@ -103,7 +104,13 @@ def up(
     ] = None,
     redis_url: RedisUrl = None,
     data_dir: Annotated[
-        Path, typer.Option(envvar="DIFFLEET_DATA_DIR", help="Where the embedded server and the logs live.")
+        Path,
+        typer.Option(
+            parser=folder,
+            metavar="<path>",
+            envvar="DIFFLEET_DATA_DIR",
+            help="Where the embedded server and the logs live.",
+        ),
     ] = DATA_DIR,
     prompt: Annotated[str, typer.Option(help="Answered once at the start; empty: none.")] = DEFAULT_PROMPT,
     start_timeout: Annotated[
@@ -126,7 +133,12 @@ def up(
     ] = 3000,
     model_store: Annotated[
         Path | None,
-        typer.Option(envvar="DIFFLEET_MODEL_STORE", help="Folder with the adapters that requests may run under."),
+        typer.Option(
+            parser=folder,
+            metavar="<path>",
+            envvar="DIFFLEET_MODEL_STORE",
+            help="Folder with the adapters that requests may run under.",
+        ),
     ] = None,
     fake: Annotated[
         bool,
@@ -141,14 +153,17 @@ def up(
     from shared.cli.local_fleet import LocalFleetOptions, free_port
     from shared.cli.up import serve
 
+    if port == 0:
+        with reporting():
+            port = free_port(host)
     options = LocalFleetOptions(
         host=host,
-        port=port or free_port(host),
+        port=port,
         workers=workers,
         model=_tokenizer_folder(model) if fake else _known_model(model),
         model_name=(model_name or Path(model).name) if fake else model_name,
         redis_url=_known_redis(redis_url),
-        data_dir=data_dir.expanduser().resolve(),
+        data_dir=data_dir,
         start_timeout_s=start_timeout,
         drain_s=drain_s,
         lease_ms=lease_ms,
@@ -314,20 +329,19 @@ def _known_model(model: str) -> str:
     bundled = bundled_models()
     if model in bundled:
         return model
-    folder = Path(model).expanduser()
-    if not (folder / "config.json").is_file():
+    checkpoint = file(model, "--model")
+    if not (checkpoint / "config.json").is_file():
         names = ", ".join(bundled) or "none here"
-        what = "has no config.json" if folder.is_dir() else "is neither a folder nor a bundled model"
+        what = "has no config.json" if checkpoint.is_dir() else "is neither a folder nor a bundled model"
         raise typer.BadParameter(f"{model!r} {what} (bundled: {names})", param_hint="--model")
-    _check_checkpoint(folder)
-    return str(folder.resolve())
+    _check_checkpoint(checkpoint)
+    return str(checkpoint.resolve())
 
 
-def _known_store(folder: Path) -> Path:
-    folder = folder.expanduser()
-    if not folder.is_dir():
-        raise typer.BadParameter(f"{str(folder)!r} is not a folder", param_hint="--model-store")
-    return folder.resolve()
+def _known_store(store: Path) -> Path:
+    if not store.is_dir():
+        raise typer.BadParameter(f"{str(store)!r} is not a folder", param_hint="--model-store")
+    return store
 
 
 def _tokenizer_folder(model: str) -> str:
@@ -335,37 +349,38 @@ def _tokenizer_folder(model: str) -> str:
     from shared.cli.bundled import bundled_models
 
     bundled = bundled_models()
-    folder = bundled[model].folder if model in bundled else Path(model).expanduser()
+    source = bundled[model].folder if model in bundled else file(model, "--model")
     for name in ("config.json", "tokenizer.json"):
-        if not (folder / name).is_file():
+        if not (source / name).is_file():
             raise typer.BadParameter(f"{model!r} has no {name}", param_hint="--model")
-    return str(folder.resolve())
+    return str(source.resolve())
 
 
-def _check_checkpoint(folder: Path) -> None:
+def _check_checkpoint(checkpoint: Path) -> None:
     """Refuse a folder that no worker could load, as far as that shows without loading it."""
     try:
-        whole = isinstance(json.loads((folder / "config.json").read_bytes()), dict)
+        whole = isinstance(json.loads((checkpoint / "config.json").read_bytes()), dict)
     except (OSError, ValueError):
         whole = False
     if not whole:
-        raise typer.BadParameter(f"{folder}: config.json is not a JSON object", param_hint="--model")
+        raise typer.BadParameter(f"{checkpoint}: config.json is not a JSON object", param_hint="--model")
     for what in ("tokenizer.json", "*.safetensors"):
-        if not any(path.is_file() for path in folder.glob(what)):
-            raise typer.BadParameter(f"{folder} has no {what}", param_hint="--model")
+        if not any(path.is_file() for path in checkpoint.glob(what)):
+            raise typer.BadParameter(f"{checkpoint} has no {what}", param_hint="--model")
 
 
 def _known_redis(url: str | None) -> str | None:
     """Return the URL if it is one; raises `BadParameter` without repeating it, for it may hold a password."""
     if url is None:
         return None
+    if not url.startswith(REDIS_SCHEMES):
+        raise typer.BadParameter(f"must begin with one of {', '.join(REDIS_SCHEMES)}", param_hint="--redis-url")
     from shared.connection import open_sync_client
 
     try:
         open_sync_client(ServiceSettings(redis_url=url).redis_url).close()
     except ValidationError as error:
-        message = error.errors(include_input=False, include_url=False)[0]["msg"]
-        raise typer.BadParameter(message, param_hint="--redis-url") from None
+        raise typer.BadParameter(complaints(error)[0], param_hint="--redis-url") from None
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--redis-url") from None
     return url

@@ -7,6 +7,7 @@ data folder, which one fleet at a time may use.
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -400,20 +401,24 @@ def _failed(child: Child, how: str, exit_code: Exit = Exit.NOT_STARTED) -> Stop:
 
 def check_port(host: str, port: int) -> None:
     """Raise `Stop` if nothing can listen at host:port, before anything is started for it."""
+    _listen(host, port)
+
+
+def free_port(host: str) -> int:
+    """Return a port that was free a moment ago; raises `Stop` if nothing can listen at the host."""
+    return _listen(host, 0)
+
+
+def _listen(host: str, port: int) -> int:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
+            return probe.getsockname()[1]
     except OSError as error:
-        raise Stop(
-            Exit.NOT_STARTED, f"cannot listen on {host} port {port}: {error.strerror or error}; choose another --port"
-        ) from error
-
-
-def free_port(host: str) -> int:
-    """Return a port that was free a moment ago."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.bind(address)
-        return probe.getsockname()[1]
+        # Taken, or for others than this user; what else there is to say is about the address.
+        option = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
+        where = f"{host or 'an empty host'} port {port}"
+        why = error.strerror or error
+        raise Stop(Exit.NOT_STARTED, f"cannot listen on {where}: {why}; choose another {option}") from error

@@ -8,6 +8,7 @@ import typer
 
 from shared.cli.exits import Exit, Stop
 from shared.cli.numbers import finite, number, whole
+from shared.cli.paths import file, folder
 from shared.cli.question import Question
 from shared.cli.reporting import reporting, run
 from shared.settings import ServiceSettings
@@ -26,7 +27,10 @@ RedisUrl = Annotated[
     str | None,
     typer.Option(envvar="DIFFLEET_REDIS_URL", help="URL of the queue; unset: that of `diffleet up` here."),
 ]
-DataDir = Annotated[Path, typer.Option(envvar="DIFFLEET_DATA_DIR", help="Data folder of `diffleet up`.")]
+DataDir = Annotated[
+    Path,
+    typer.Option(parser=folder, metavar="<path>", envvar="DIFFLEET_DATA_DIR", help="Data folder of `diffleet up`."),
+]
 Model = Annotated[str | None, typer.Option("--model", "-m", help="Which model; unset: all, or the fleet's first.")]
 Ids = Annotated[list[str], typer.Argument(metavar="REQUEST...", help="Ids, as `diffleet requests` lists them.")]
 
@@ -120,7 +124,12 @@ def bench(
         ),
     ] = 1.0,
     prompts: Annotated[
-        Path | None, typer.Option(help="JSON lines, each a text or an object with `text` or `prompt`: asked in turn.")
+        Path | None,
+        typer.Option(
+            parser=file,
+            metavar="<path>",
+            help="JSON lines, each a text or an object with `text` or `prompt`: asked in turn.",
+        ),
     ] = None,
     prompt_tokens: Annotated[str, typer.Option(help="Length of made-up prompts: 64, or 16-128.")] = "64",
     output_tokens: Annotated[str, typer.Option(help="Length of answers: 64, or 16-128.")] = "64",
@@ -139,8 +148,12 @@ def bench(
         typer.Option(callback=finite, min=0.01, help="And its tokens behind the first block so often, on average."),
     ] = None,
     slo_total_ms: Annotated[float | None, typer.Option(callback=finite, min=1.0, help="And its end by then.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write everything measured there.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw a PNG there (needs the extra `plot`).")] = None,
+    json: Annotated[
+        Path | None, typer.Option(parser=file, metavar="<path>", help="Write everything measured there.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(parser=file, metavar="<path>", help="Draw a PNG there (needs the extra `plot`).")
+    ] = None,
 ) -> None:
     """Measure a fleet under load: time to the first block, per block and whole, tokens/s, tokens per forward.
 

@@ -62,6 +62,46 @@ def test_no_option_takes_a_number_that_is_not_finite(words: tuple[str, ...], opt
     assert option in ended.stderr and ("must be a finite number" in ended.stderr or "Input should be" in ended.stderr)
 
 
+def path_options(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield the words of each command, and the options of it that are paths."""
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from path_options(inner, (*words, name))
+    hints = get_type_hints(command.callback) if command.callback else {}
+    for parameter in command.params:
+        hint = hints.get(parameter.name)
+        if Path in (hint, *get_args(hint)):
+            yield words, parameter.opts[0]
+
+
+PATH_OPTIONS = [
+    *path_options(typer.main.get_command(commands.app)),
+    (("up",), "--model"),
+    (("up", "--fake"), "--model"),
+]
+
+
+def test_options_that_are_paths_are_found() -> None:
+    assert {(("up",), "--data-dir"), (("up",), "--model-store"), (("bench",), "--json")} <= set(PATH_OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("value", "why"), [("", "is empty"), ("~nobody-here/x", "no home folder is known for '~nobody-here'")]
+)
+@pytest.mark.parametrize(("words", "option"), PATH_OPTIONS)
+def test_no_option_takes_a_path_that_is_none(words: tuple[str, ...], option: str, value: str, why: str) -> None:
+    more = ["x"] if words == ("abort",) else []
+    ended = CliRunner().invoke(commands.app, [*words, *more, f"{option}={value}"])
+    assert ended.exit_code == Exit.USAGE
+    assert option in ended.stderr and why in ended.stderr
+
+
+def test_a_data_folder_behind_a_loop_of_links_is_refused(tmp_path: Path) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to("loop")
+    ended = CliRunner().invoke(commands.app, ["doctor", f"--data-dir={loop}"])
+    assert ended.exit_code == Exit.USAGE and "--data-dir" in ended.stderr and "loop of links" in ended.stderr
+
+
 @pytest.mark.parametrize("option", ["--lora=fox:inf", "--lora=fox:nan", '--json-schema={"minimum": NaN}'])
 def test_no_part_of_an_option_is_a_number_that_is_not_finite(option: str) -> None:
     ended = CliRunner().invoke(commands.app, ["generate", "x", "--url", "http://127.0.0.1:1", option])

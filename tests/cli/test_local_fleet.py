@@ -9,7 +9,7 @@ import resource
 import shutil
 import signal
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -420,11 +420,20 @@ async def test_a_second_fleet_on_the_same_data_says_who_holds_it(options: LocalF
 async def test_a_port_in_use_is_refused_before_anything_starts(options: LocalFleetOptions) -> None:
     with socket.create_server(("127.0.0.1", options.port)):
         fleet = LocalFleet(options, Reporter(io.StringIO()))
-        with pytest.raises(Stop, match=f"port {options.port}.*in use"):
+        with pytest.raises(Stop, match=f"port {options.port}.*in use") as stopped:
             async with fleet:
                 pass
+        assert str(stopped.value).endswith("choose another --port")
     assert fleet.pids == []
     check_port("127.0.0.1", options.port)
+
+
+@pytest.mark.parametrize("host", ["nobody.invalid", "", "192.0.2.1"])
+@pytest.mark.parametrize("look", [free_port, lambda host: check_port(host, 8000)])
+def test_a_host_that_is_not_here_is_what_to_choose_anew(host: str, look: Callable[[str], object]) -> None:
+    with pytest.raises(Stop, match=f"cannot listen on {host}.*; choose another --host$") as stopped:
+        look(host)
+    assert stopped.value.exit_code is Exit.NOT_STARTED
 
 
 def test_a_data_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

@@ -1,3 +1,4 @@
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -6,7 +7,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from redis.connection import parse_url
 
-from shared.settings import ServiceSettings
+from shared.settings import ServiceSettings, complaints
 
 # What a process environment can hold.
 CREDENTIAL = st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), min_size=1)
@@ -45,3 +46,21 @@ def test_credentials_at_two_places_are_refused() -> None:
 def test_a_password_is_not_shown_beside_the_url() -> None:
     settings = ServiceSettings.model_validate({"redis_password": "hunter2"})
     assert "hunter2" not in repr(settings.redis_password)
+
+
+@pytest.mark.parametrize("given", ["~/x", Path("~/x")])
+def test_a_path_may_begin_with_the_home_folder(
+    given: str | Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert ServiceSettings.model_validate({"data_dir": given}).data_dir == tmp_path / "x"
+
+
+def test_complaints_name_the_setting_and_are_no_ones_types() -> None:
+    said: list[str] = []
+    for wrong in ({"data_dir": "~nobody-here/x"}, {"redis_url": "redis://:x@h/0", "redis_password": "y"}):
+        with pytest.raises(ValidationError) as refused:
+            ServiceSettings.model_validate(wrong)
+        said += complaints(refused.value)
+    assert said[0] == "data_dir: '~nobody-here/x': no home folder is known for '~nobody-here'"
+    assert said[1].startswith("redis_url has credentials")

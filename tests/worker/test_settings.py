@@ -39,7 +39,9 @@ def test_options_of_other_processes_in_the_environment_do_no_harm(monkeypatch: p
         (("--max-rows", "0"), "max_rows"),
         (("--lease-ms", "soon"), "lease_ms"),
         (("--device", "tpu"), "device"),
-        (("--model-name", "a b"), "must match"),
+        (("--model-name", "a b"), "model_name: 'a b' must match"),
+        (("--model", "~nobody-here/x"), "model\n.*no home folder is known"),
+        (("--adapter", "~nobody-here/x"), "adapter\n.*no home folder is known"),
         (("--num-pages", "4", "--kv-cache-mb", "4"), "exclude"),
     ],
 )
