@@ -229,7 +229,9 @@ class FleetClient:
         ]
         sizes: list[Argument] = [command.limits.max_tokens + _LOG_CAP_SPARE, len(command.prompt), WIRE_VERSION]
         head: list[Argument] = [command.id, encode_command(command), command.lane]
-        tail: list[Argument] = [_body_hash(command), IDEMPOTENCY_MS, encode_event(Queued(command.id)), GROUP]
+        # Looked at and kept beside the key only.
+        body_hash = "" if idempotency_key is None else _body_hash(command)
+        tail: list[Argument] = [body_hash, IDEMPOTENCY_MS, encode_event(Queued(command.id)), GROUP]
         admission = self._admission
         # Each partition counts for itself.
         share = -(-admission.tenant_limit // card.partitions)
