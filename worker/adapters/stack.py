@@ -66,19 +66,23 @@ class AdapterStack:
         names = sorted(wanted | (self._places.keys() & self._residents.held()))
         # A row whose adapter is gone belongs to a request that this worker has lost: nobody reads what it decides.
         adapters = [self._residents.get(name) or Adapter(0, 0.0, {}) for name in names]
-        self._places = {name: place for place, name in enumerate(names)}
-        self._scales = [adapter.factor for adapter in adapters]
-        self._ranks = torch.tensor([adapter.rank for adapter in adapters], dtype=torch.int32, device=self._device)
-        self._stacks = {}
+        # Memory may give out on the way, and half a stack would be taken for a whole one: until all is there, nothing
+        # is. What was there goes first, for there is room for one of them.
+        self._places, self._stacks = {}, {}
+        stacks: dict[Linear, Adapted] = {}
+        ranks = torch.tensor([adapter.rank for adapter in adapters], dtype=torch.int32, device=self._device)
         for linear in dict.fromkeys(chain.from_iterable(adapter.factors for adapter in adapters)):
             dtype = next(adapter.factors[linear][0].dtype for adapter in adapters if linear in adapter.factors)
             rank = max(adapter.rank for adapter in adapters)
             stack = empty_factors(linear, len(adapters), rank, dtype)
-            self._stacks[linear] = Adapted(stack)
+            stacks[linear] = Adapted(stack)
             for place, adapter in enumerate(adapters):
                 pair = adapter.factors.get(linear)
                 if pair is not None:
                     put_factors(stack, place, pair)
+        self._places = {name: place for place, name in enumerate(names)}
+        self._scales = [adapter.factor for adapter in adapters]
+        self._ranks, self._stacks = ranks, stacks
         self.built += 1
 
 

@@ -1,0 +1,70 @@
+"""Memory that gives out in the middle of a step, at every operation in turn: the next step finds what it should."""
+
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.worker.exhausted import gives_out
+from tests.worker.test_adapters import Shelf
+from worker.adapters.stack import AdapterStack, Uses
+from worker.adapters.weights import Adapter
+from worker.models.layers import Linear, LowRank
+
+CPU = torch.device("cpu")
+FOX, OWL = "fox", "owl"
+ROWS: list[Uses] = [((FOX, 1.0),), ((OWL, 0.5),), (), ((FOX, 1.0), (OWL, 2.0))]
+COUNTS = [2, 1, 1, 3]
+
+Seen = Callable[[LowRank | None], list[Tensor]]
+
+
+def a_linear(inputs: int, outputs: int) -> Linear:
+    linear = Linear(inputs, outputs, False, device=CPU, dtype=torch.float32)
+    linear.weight.data.normal_()
+    linear.pieces["whole"] = (0, outputs)
+    return linear
+
+
+@pytest.fixture
+def linears() -> list[Linear]:
+    return [a_linear(8, 12), a_linear(8, 6), a_linear(8, 4)]
+
+
+@pytest.fixture
+def shelf(linears: list[Linear]) -> Shelf:
+    def adapter(rank: int, factor: float, of: list[Linear]) -> Adapter:
+        return Adapter(rank, factor, {each: (torch.randn(rank, 8), torch.randn(len(each.weight), rank)) for each in of})
+
+    return Shelf({FOX: adapter(2, 1.5, linears[:2]), OWL: adapter(3, 0.5, linears)})
+
+
+@pytest.fixture
+def seen(linears: list[Linear]) -> Seen:
+    """Return what all linears make of a batch's tokens."""
+    x = torch.randn(sum(COUNTS), 8)
+
+    def see(lora: LowRank | None) -> list[Tensor]:
+        assert lora is not None
+        return [lora.apply(linear, x) for linear in linears]
+
+    return see
+
+
+def same(some: list[Tensor], others: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
+
+
+def test_adapters_that_found_no_memory_side_by_side_are_stacked_by_the_next_step(shelf: Shelf, seen: Seen):
+    expected = seen(AdapterStack(shelf, CPU).of(ROWS, COUNTS))
+    for passes in count():
+        stack = AdapterStack(shelf, CPU)
+        stack.of(ROWS[1:2], COUNTS[1:2])
+        gave_out = gives_out(partial(stack.of, ROWS, COUNTS), passes)
+        assert same(seen(stack.of(ROWS, COUNTS)), expected), f"memory gave out behind {passes} operations"
+        if not gave_out:
+            break
+    assert passes > 20
