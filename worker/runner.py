@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence as ReadOnly
 from dataclasses import dataclass, field, fields, replace
-from itertools import compress
+from itertools import compress, groupby
 from typing import TypedDict
 
 import torch
@@ -16,7 +16,7 @@ from shared.events import TokenLogprob
 from worker.adapters.bank import AdapterBank
 from worker.adapters.stack import AdapterStack, Residents
 from worker.batch import Batch, run_batch
-from worker.constraints.filling import Filling
+from worker.constraints.filling import Filling, Shown
 from worker.decoding import decide, needs_entropy, needs_margin
 from worker.decoding.stops_last import rank_without
 from worker.decoding.types import BlockView, Draw, TokenStats, draw_position
@@ -31,7 +31,8 @@ from worker.parallel.messages import Join, MakePages
 from worker.parallel.proposing import propose, propose_message
 
 # Logits live in float32 while they are looked at; more positions than this many elements allow go one part after
-# another.
+# another, and nothing is kept of a part but what it proposes. Only a guard that has to see a longer canvas than that
+# keeps its logits until the last of them are there.
 LOGITS_AT_ONCE = 2**25
 
 _COLDEST = 1e-6
@@ -124,10 +125,9 @@ class Runner:
         """Return proposals for all wanted positions, in order of `canvases.places`."""
         decodings = [canvas.decoding for canvas in canvases.members]
         entropy, margin = needs_entropy(decodings), needs_margin(decodings)
-        part, wanted = max(1, LOGITS_AT_ONCE // self._spec.vocab_size), len(canvases.owners)
         parts = [
-            self._propose_part(hidden, canvases, start, min(start + part, wanted), entropy, margin)
-            for start in range(0, wanted, part)
+            self._propose_part(hidden, canvases, part.start, part.stop, entropy, margin)
+            for part in canvases.parts(max(1, LOGITS_AT_ONCE // self._spec.vocab_size))
         ]
         return parts[0] if len(parts) == 1 else _join(parts)
 
@@ -146,10 +146,10 @@ class Runner:
         owners = canvases.owners[start : start + logits.shape[0]]
         members = [canvases.members[owner] for owner in owners]
         own, logits = logits, edit_logits(logits, members)
-        canvases.keep(owners, logits, own)
         found = kernels.token_stats(logits, barred=self.barred, entropy=entropy, margin=margin, **draws)
         logprobs = report(own, found.token, members, self.barred)
         canvases.logprobs.update({start + row: logprob for row, logprob in logprobs.items()})
+        canvases.show(owners, logits, own, found.token, self.barred)
         rows = [i for i, canvas in enumerate(members) if canvas.decoding.stops_last and canvas.stop_token_ids]
         if not rows:
             return found
@@ -259,7 +259,7 @@ class Runner:
         last = None
         if any(canvas.last for canvas in members):
             last = torch.tensor([canvas.last for canvas in members], device=self._device)
-        filling = Filling.of(canvases.guarded_members, canvases.kept, stats, self.barred)
+        filling = canvases.filling
         filling.replace(stats, view)
         accepted = decide(stats, view, [canvas.decoding for canvas in members], last, self.filler_ids, self._draw)
         broken = (looked_at & ~spread(proposals.finite)).any(-1)
@@ -324,12 +324,20 @@ class _Canvases:
     """[canvases][block]: tokens on those canvases that have editable positions; else empty."""
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict[int, TokenLogprob])
     """Of wanted positions, by index, once they are proposed."""
-    kept: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict[int, list[tuple[Tensor, Tensor]]])
-    """Logits [wanted, vocab] of each guarded canvas, in parts; edited ones, and the model's own."""
+    filling: Filling = field(default_factory=Filling)
+    """What the guards propose, once the positions of their canvases are proposed."""
 
-    @property
-    def guarded_members(self) -> dict[int, Canvas]:
-        return {number: canvas for number, canvas in enumerate(self.members) if canvas.guarded is not None}
+    def parts(self, most: int) -> list[range]:
+        """Return the wanted positions in parts of at most `most`, cut inside of a canvas only if it is longer."""
+        found: list[range] = []
+        for _, members in groupby(range(len(self.owners)), self.owners.__getitem__):
+            own = list(members)
+            start, stop = own[0], own[-1] + 1
+            if found and stop - found[-1].start <= most:
+                found[-1] = range(found[-1].start, stop)
+            else:
+                found.extend(range(first, min(first + most, stop)) for first in range(start, stop, most))
+        return found
 
     def needs_no_logits(self, start: int, end: int) -> bool:
         """Tell whether statistics are all that the wanted positions [start, end) need of their logits."""
@@ -343,11 +351,20 @@ class _Canvases:
             for canvas in members
         )
 
-    def keep(self, owners: ReadOnly[int], logits: Tensor, own: Tensor) -> None:
-        """Keep the logits [n, vocab] of the positions of guarded canvases; `owners` [n] tells whose they are."""
-        for number in sorted(set(owners).intersection(self.guarded_members)):
-            first, count = owners.index(number), owners.count(number)
-            self.kept.setdefault(number, []).append((logits[first : first + count], own[first : first + count]))
+    def show(self, owners: ReadOnly[int], logits: Tensor, own: Tensor, token: Tensor, barred: Tensor) -> None:
+        """Show the guards their canvases' positions among n that `owners` [n] own, in order.
+
+        logits [n, vocab] are edited, `own` the model's; token [n] is what it proposes.
+        """
+        guarded = [number for number in dict.fromkeys(owners) if self.members[number].guarded is not None]
+        if not guarded:
+            return
+        tokens = [int(each) for each in token.tolist()]
+        for number in guarded:
+            first = owners.index(number)
+            end = first + owners.count(number)
+            part = Shown(logits[first:end], own[first:end], tokens[first:end])
+            self.filling.show(number, self.members[number], part, barred)
 
     @classmethod
     def of(cls, plan: Plan) -> "_Canvases":

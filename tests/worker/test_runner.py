@@ -1,10 +1,13 @@
 """The runner: what a plan computes does not depend on how the work is cut up."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from shared.commands import Generate, Limits, Sampling
 from shared.decoding import Decoding, EntropyBounded, LowConfidenceStatic, RandomOrder, Sequential, Threshold
@@ -13,9 +16,10 @@ from tests.worker.naive_decoder import decode_naively
 from tests.worker.texts import NoText
 from tests.worker.tiny_checkpoints import TINY, tiny_weights, write_checkpoint
 from worker.engine.engine import Engine
-from worker.engine.plan import Canvas, Plan, Row, visible_ends
+from worker.engine.plan import UNDECIDED, Canvas, Fill, Guarded, Plan, Row, Scores, visible_ends
 from worker.engine.ports import Arrival, Decision, Inbox
 from worker.engine.scheduler import BatchLimits, CacheShape
+from worker.logit_edits import edit_logits
 from worker.models import LoadedModel, load_model
 from worker.runner import Runner
 
@@ -213,8 +217,9 @@ def test_drawn_tokens_are_never_surer_than_the_best_ones_whatever_the_temperatur
         assert all(a <= b + 1e-6 for a, b in zip(cold.confidence[0], best.confidence[0], strict=True))
 
 
+@pytest.mark.parametrize("at_once", [1, 3, 8, 11])
 def test_logits_looked_at_in_parts_propose_the_same(
-    model: LoadedModel, runner: Runner, monkeypatch: pytest.MonkeyPatch
+    model: LoadedModel, runner: Runner, monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
     tokens = prompt_of(8) + [MASK] * BLOCK
     sampled = canvas_of(8, sampling=Sampling(temperature=0.9, top_p=0.8, seed=3), forbidden=(5, 6))
@@ -227,9 +232,98 @@ def test_logits_looked_at_in_parts_propose_the_same(
     )
     whole = runner(Plan(rows))
 
-    monkeypatch.setattr("worker.runner.LOGITS_AT_ONCE", 3 * model.spec.vocab_size)
+    monkeypatch.setattr("worker.runner.LOGITS_AT_ONCE", at_once * model.spec.vocab_size)
+    parts = runner(Plan(rows))
 
-    assert runner(Plan(rows)) == whole
+    # A product of other rows may round otherwise.
+    for found, expected in zip(parts.confidence, whole.confidence, strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+    assert replace(parts, confidence=whole.confidence) == whole
+
+
+class Counting:
+    """A guard that takes what the model proposes, and asks `lying` each time how many positions' logits there are."""
+
+    accepts = finished = False
+
+    def __init__(self, lying: Callable[[], int]) -> None:
+        self._lying = lying
+        self.counts: list[int] = []
+
+    def push(self, token_id: int) -> None:
+        raise AssertionError("nothing is decided for good here")
+
+    def fill(self, canvas: Guarded, wanted: Sequence[bool], scores: Scores) -> Fill:
+        self.counts.append(self._lying())
+        tokens = [scores.best(index) for index in range(len(wanted))]
+        return Fill(tokens, [scores.probability(*pair) for pair in enumerate(tokens)], [*wanted])
+
+
+@pytest.mark.parametrize("changes", [{}, {"edits": ((5, 1.0, 2.0),)}, {"logprobs": 2}], ids=["plain", "edits", "told"])
+@pytest.mark.parametrize("at_once", [1, 2, 3])
+def test_logits_of_one_part_go_before_those_of_the_next_come_also_where_guards_see_them(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], at_once: int
+) -> None:
+    made: list[tuple[StorageWeakRef, int]] = []
+
+    def lying() -> int:
+        return sum({ref.cdata: rows for ref, rows in made if not ref.expired()}.values())
+
+    def seen(found: torch.Tensor) -> torch.Tensor:
+        made.append((StorageWeakRef(found.untyped_storage()), found.shape[0]))
+        before.append(lying())
+        return found
+
+    before: list[int] = []
+    guard = Counting(lying)
+    tokens = prompt_of(8) + [MASK] * BLOCK
+    free, guarded = (
+        [
+            row_of(model, tokens, 0, 12, (2 * i, 2 * i + 1), canvas_of(8, guarded=held, **changes))
+            for i, held in enumerate(guards)
+        ]
+        for guards in ([None] * 6, [Guarded(guard, 0, (UNDECIDED,) * BLOCK, BLOCK, True)] * 6)
+    )
+    expected = Runner(model, PAGES, PAGE)(Plan(tuple(free)))
+    monkeypatch.setattr("worker.runner.LOGITS_AT_ONCE", at_once * BLOCK * model.spec.vocab_size)
+    monkeypatch.setattr(model.module, "logits", lambda hidden: seen(type(model.module).logits(model.module, hidden)))
+    monkeypatch.setattr("worker.runner.edit_logits", lambda *given: seen(edit_logits(*given)))
+
+    found = Runner(model, PAGES, PAGE)(Plan(tuple(guarded)))
+
+    copies = 2 if "edits" in changes else 1
+    assert max(before) <= copies * at_once * BLOCK and max(guard.counts) <= copies * at_once * BLOCK
+    assert len(guard.counts) == 6
+    assert found.tokens == expected.tokens
+    assert found.logprobs.keys() == expected.logprobs.keys()
+    for row, told in found.logprobs.items():
+        pairs = zip(told, expected.logprobs[row], strict=True)
+        assert all(a and b and a.logprob == pytest.approx(b.logprob, rel=1e-5) for a, b in pairs)
+
+
+@pytest.mark.parametrize("most", range(1, 14))
+def test_parts_of_the_wanted_positions_are_bounded_and_cut_only_the_canvases_that_are_longer(
+    model: LoadedModel, runner: Runner, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    spans: list[int] = []
+
+    def logits(hidden: torch.Tensor) -> torch.Tensor:
+        spans.append(hidden.shape[0])
+        return type(model.module).logits(model.module, hidden)
+
+    monkeypatch.setattr("worker.runner.LOGITS_AT_ONCE", most * model.spec.vocab_size)
+    monkeypatch.setattr(model.module, "logits", logits)
+    masks = [(True,) * 4, (True, False, True, True), (False, False, False, True), (True, True, False, False)]
+    tokens = prompt_of(8) + [MASK] * BLOCK
+    rows = [row_of(model, tokens, 0, 12, (2 * i, 2 * i + 1), canvas_of(8, masked=mask)) for i, mask in enumerate(masks)]
+
+    runner(Plan(tuple(rows)))
+
+    ends = {*accumulate(spans)}
+    borders = [*accumulate(map(sum, masks))]
+    assert sum(spans) == borders[-1] and max(spans) <= most
+    for first, last in pairwise([0, *borders]):
+        assert last - first > most or not any(first < end < last for end in ends)
 
 
 def test_a_shifted_family_reads_the_row_before_each_position(model: LoadedModel) -> None:

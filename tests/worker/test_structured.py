@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from shared.commands import Generate, Limits
+from shared.commands import Generate, Limits, LogitEdits
 from shared.constraints import JsonSchema, Regex
 from shared.decoding import (
     AdaptiveParallel,
@@ -80,6 +80,21 @@ def test_neighbours_change_nothing(nano: Assembly) -> None:
 
     alone = [text for request in batch() for text in texts(nano, [request])]
     assert texts(nano, batch()) == alone
+
+
+@pytest.mark.parametrize("at_once", [3, 40])
+def test_logits_looked_at_in_parts_change_nothing(
+    nano: Assembly, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    def batch() -> list[Generate]:
+        held = [ask(nano, QUESTION, seed, PERSON, temperature=1.0 + seed % 2, max_tokens=48) for seed in range(4)]
+        edits = LogitEdits(frequency_penalty=1.0, logit_bias=((5, 2.0),))
+        told = [request.model_copy(update={"logprobs": 2, "edits": edits}) for request in held[2:]]
+        return held[:2] + told
+
+    whole = texts(nano, batch())
+    monkeypatch.setattr("worker.runner.LOGITS_AT_ONCE", at_once * 4096)
+    assert texts(nano, batch()) == whole
 
 
 def test_a_text_goes_on_from_any_committed_block(nano: Assembly) -> None:

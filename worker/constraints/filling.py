@@ -1,8 +1,8 @@
 """Between a step's proposals and its decision: guarded canvases get theirs from their guards."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import compress, islice
 
 import torch
 from torch import Tensor
@@ -12,6 +12,18 @@ from worker.constraints.scores import CanvasScores
 from worker.decoding.types import BlockView, TokenStats
 from worker.engine.plan import Canvas, DeadEnd, Fill
 from worker.logprobs import report
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What a guard is shown of n wanted positions of its canvas, in order."""
+
+    edited: Tensor
+    """[n, vocab]: the logits that it chooses by, the model's dtype or float32."""
+    own: Tensor
+    """[n, vocab]: the model's, which log-probabilities are of."""
+    tokens: Sequence[int]
+    """[n]: what the model proposes by itself."""
 
 
 @dataclass(slots=True)
@@ -24,38 +36,37 @@ class Filling:
     logprobs: dict[int, list[TokenLogprob | None]] = field(default_factory=dict[int, list[TokenLogprob | None]])
     """[block] of the canvases that report them."""
 
-    @classmethod
-    def of(
-        cls,
-        canvases: Mapping[int, Canvas],
-        logits: Mapping[int, Sequence[tuple[Tensor, Tensor]]],
-        stats: TokenStats,
-        barred: Tensor,
-    ) -> "Filling":
-        """Ask the guards. logits [wanted, vocab] of each guarded canvas, in parts: edited ones and the model's own."""
-        found = cls()
-        for number, canvas in canvases.items():
-            if canvas.guarded is None or not any(canvas.masked):
-                continue
-            wanted = list(compress(range(len(canvas.masked)), canvas.masked))
-            proposed = [int(token) for token in stats.token[number].tolist()]
-            scores = CanvasScores(
-                canvas,
-                {index: place for place, index in enumerate(wanted)},
-                torch.cat([edited for edited, _ in logits[number]]),
-                [proposed[index] for index in wanted],
-                barred,
-                greedy=canvas.sampling.temperature == 0 or canvas.sampling.top_k == 1,
-            )
-            try:
-                found.fills[number] = canvas.guarded.guard.fill(canvas.guarded, canvas.masked, scores)
-            except (DeadEnd, ValueError) as error:
-                found.faults[number] = str(error)
-                continue
-            if canvas.logprobs is not None:
-                own = torch.cat([model for _, model in logits[number]])
-                found.logprobs[number] = _report(canvas, wanted, own, found.fills[number], barred)
-        return found
+    _shown: dict[int, list[Shown]] = field(default_factory=dict[int, list[Shown]])
+    """Of the canvas that is not whole yet: at most one, as they are shown in order."""
+
+    def show(self, number: int, canvas: Canvas, part: Shown, barred: Tensor) -> None:
+        """Show the next of a canvas's wanted positions; once it has seen all of them, its guard proposes.
+
+        Nothing of the logits is kept behind that: those of all guarded canvases together have no bound.
+        """
+        parts = [*self._shown.pop(number, ()), part]
+        wanted = list(compress(range(len(canvas.masked)), canvas.masked))
+        if canvas.guarded is None:
+            return
+        if sum(len(each.tokens) for each in parts) < len(wanted):
+            self._shown[number] = parts
+            return
+        scores = CanvasScores(
+            canvas,
+            {index: place for place, index in enumerate(wanted)},
+            [each.edited for each in parts],
+            [token for each in parts for token in each.tokens],
+            barred,
+            greedy=canvas.sampling.temperature == 0 or canvas.sampling.top_k == 1,
+        )
+        try:
+            fill = canvas.guarded.guard.fill(canvas.guarded, canvas.masked, scores)
+        except (DeadEnd, ValueError) as error:
+            self.faults[number] = str(error)
+            return
+        self.fills[number] = fill
+        if canvas.logprobs is not None:
+            self.logprobs[number] = _report(canvas, wanted, [each.own for each in parts], fill, barred)
 
     def replace(self, stats: TokenStats, view: BlockView) -> None:
         """Put the guards' proposals in place of the model's, in place; what is not open is no longer masked."""
@@ -98,11 +109,14 @@ def _with_forced(accepted: list[bool], fill: Fill) -> list[bool]:
 
 
 def _report(
-    canvas: Canvas, wanted: Sequence[int], logits: Tensor, fill: Fill, barred: Tensor
+    canvas: Canvas, wanted: Sequence[int], parts: Sequence[Tensor], fill: Fill, barred: Tensor
 ) -> list[TokenLogprob | None]:
-    tokens = torch.tensor([fill.tokens[index] for index in wanted], dtype=torch.int64, device=logits.device)
-    found = report(logits, tokens, [canvas] * len(wanted), barred)
     told: list[TokenLogprob | None] = [None] * len(canvas.masked)
-    for row, index in enumerate(wanted):
-        told[index] = found[row]
+    left = iter(wanted)
+    for logits in parts:
+        indexes = list(islice(left, logits.shape[0]))
+        tokens = torch.tensor([fill.tokens[index] for index in indexes], dtype=torch.int64, device=logits.device)
+        found = report(logits, tokens, [canvas] * len(indexes), barred)
+        for row, index in enumerate(indexes):
+            told[index] = found[row]
     return told

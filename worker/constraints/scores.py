@@ -24,21 +24,21 @@ class CanvasScores:
         self,
         canvas: Canvas,
         places: Mapping[int, int],
-        logits: Tensor,
+        parts: Sequence[Tensor],
         proposals: Sequence[int],
         barred: Tensor,
         greedy: bool,
     ) -> None:
-        """logits [wanted, vocab]; `places` leads from an index of the canvas to its row of them; `proposals` [wanted]
-        are the tokens that the model proposes by itself."""
+        """`parts` are the logits [wanted, vocab], in parts [n, vocab]; `places` leads from an index of the canvas to its
+        row of them; `proposals` [wanted] are the tokens that the model proposes by itself."""
         self._canvas = canvas
         self._places = places
-        self._logits = logits
+        self._logits = [row for part in parts for row in part]
         self._proposals = proposals
         self._barred = barred
         self._greedy = greedy
         self._noise: dict[int, Tensor] = {}
-        self._totals: list[float] = logits.float().logsumexp(-1).tolist()
+        self._totals: list[float] = [total for part in parts for total in part.float().logsumexp(-1).tolist()]
 
     def best(self, index: int) -> int:
         return self._proposals[self._places[index]]
@@ -57,7 +57,7 @@ class CanvasScores:
 
     def probability(self, index: int, token_id: int) -> float:
         place = self._places[index]
-        return float((self._logits[place, token_id].float() - self._totals[place]).exp())
+        return float((self._logits[place][token_id].float() - self._totals[place]).exp())
 
     def _left(self, index: int, allowed: bytes) -> Tensor:
         """Return [vocab]: the logits of one position, -inf where not allowed."""
@@ -89,7 +89,7 @@ class CanvasScores:
     def _noise_of(self, index: int) -> Tensor:
         """Return [vocab]: the noise that draws at a position, made for some positions at once."""
         if index not in self._noise:
-            size, device = self._logits.shape[1], self._logits.device
+            size, device = self._logits[0].shape[0], self._logits[0].device
             indexes = [place for place in self._places if place >= index][: max(1, _NOISE_AT_ONCE // size)]
             many = torch.ones(len(indexes), dtype=torch.int64, device=device)
             positions = torch.tensor(indexes, dtype=torch.int64, device=device) + self._canvas.start
