@@ -29,7 +29,7 @@ class CanvasScores:
         barred: Tensor,
         greedy: bool,
     ) -> None:
-        """`parts` are the logits [wanted, vocab], in parts [n, vocab]; `places` leads from an index of the canvas to its
+        """`parts` are logits [wanted, vocab] in parts of [n, vocab]; `places` leads from an index of the canvas to its
         row of them; `proposals` [wanted] are the tokens that the model proposes by itself."""
         self._canvas = canvas
         self._places = places
