@@ -23,6 +23,7 @@ from shared.cluster import SCHEMES as CLUSTER_SCHEMES
 from shared.cluster import ClusterClient, ClusterUrl, SyncClusterClient
 from shared.lua import Script
 from shared.sentinel import SCHEME, PrimaryPool, Sentinels, SyncPrimaryPool
+from shared.settings import check_redis_url
 
 CONNECT_TIMEOUT_S = 3.0
 REPLY_TIMEOUT_S = 8.0
@@ -119,7 +120,7 @@ def open_client(url: str, connections: int = 8) -> AsyncClient:
     """Return an async client for short calls; calls beyond `connections` (to one node) wait for one to be free.
 
     Connects at the first command. Raises ValueError for a URL that is not redis://, rediss://, unix://,
-    redis+sentinel:// or redis+cluster://.
+    redis+sentinel://, redis+cluster:// or rediss+cluster://, or ends in no database's number.
     """
 
     def open_node(node: str) -> Redis:
@@ -132,6 +133,7 @@ def open_client(url: str, connections: int = 8) -> AsyncClient:
 
 def open_pool(url: str, connections: int = 8) -> BlockingConnectionPool:
     """Return the connections of `open_client` to a single server; raises as that does."""
+    check_redis_url(url)
     options: dict[str, Any] = {
         "max_connections": connections,
         "timeout": REPLY_TIMEOUT_S,
@@ -153,7 +155,11 @@ def _tls_options(url: str) -> dict[str, Any]:
 
 
 def open_sync_client(url: str, timeout_s: float = REPLY_TIMEOUT_S) -> SyncRedis:
-    """Return a client for one thread without an event loop; of a Cluster, for single commands only."""
+    """Return a client for one thread without an event loop; of a Cluster, for single commands only.
+
+    Raises as `open_client`.
+    """
+    check_redis_url(url)
     if url.startswith(CLUSTER_SCHEMES):
         return SyncClusterClient(ClusterUrl.from_url(url), lambda node: open_sync_client(node, timeout_s))
     options: dict[str, Any] = {

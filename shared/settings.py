@@ -179,6 +179,16 @@ def expanded(path: Path) -> Path:
         raise ValueError(f"{str(path)!r}: no home folder is known for {path.parts[0]!r}") from None
 
 
+def check_redis_url(url: str) -> str:
+    """Return the URL; raises ValueError, without repeating a password, if its scheme or its database is none."""
+    if not url.startswith(REDIS_SCHEMES):
+        raise ValueError(f"the URL must begin with one of {', '.join(REDIS_SCHEMES)}")
+    # The client library takes database 0 then, and where a password has a bare slash, a server on this machine.
+    if url.startswith(("redis://", "rediss://")) and not re.fullmatch(r"/?[0-9]*/?", urlsplit(url).path):
+        raise ValueError("the URL must end in /N, the number of a database; in a password / is written %2F")
+    return url
+
+
 def check_model_name(name: str) -> str:
     if not MODEL_NAME.fullmatch(name):
         raise ValueError(f"{name!r} must match {MODEL_NAME.pattern}")

@@ -24,7 +24,7 @@ from shared.cli.numbers import finite
 from shared.cli.paths import file, folder
 from shared.cli.question import Question, as_typed, schema_of
 from shared.cli.reporting import reporting, run
-from shared.settings import REDIS_SCHEMES, ServiceSettings, check_model_name, complaints
+from shared.settings import ServiceSettings, check_model_name, complaints
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_PROMPT = "Tell me a story about a rabbit named Clover."
@@ -373,8 +373,6 @@ def _known_redis(url: str | None) -> str | None:
     """Return the URL if it is one; raises `BadParameter` without repeating it, for it may hold a password."""
     if url is None:
         return None
-    if not url.startswith(REDIS_SCHEMES):
-        raise typer.BadParameter(f"must begin with one of {', '.join(REDIS_SCHEMES)}", param_hint="--redis-url")
     from shared.connection import open_sync_client
 
     try:

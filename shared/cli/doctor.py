@@ -95,7 +95,7 @@ def check_redis(url: str) -> list[Finding]:
     try:
         client = open_sync_client(url, _REDIS_TIMEOUT_S)
     except ValueError as error:
-        return [Finding("redis", Verdict.FAULT, str(error), "give --redis-url as redis://, rediss:// or unix://")]
+        return [Finding("redis", Verdict.FAULT, str(error), "correct --redis-url")]
     try:
         info = cast(dict[str, Any], client.info())  # pyright: ignore[reportUnknownMemberType]
         findings = judge_redis(info)

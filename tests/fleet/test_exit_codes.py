@@ -18,7 +18,7 @@ from worker.process import main
         (("--max-rows", "0"), {}, "max_rows: Input should be greater than or equal to 1"),
         ((), {"DIFFLEET_LEASE_MS": "soon"}, "lease_ms: Input should be a valid integer"),
         (("--num-pages", "1", "--kv-cache-mb", "1"), {}, "num_pages and kv_cache_mb exclude each other"),
-        (("--redis-url", "http://localhost"), {}, "redis_url must begin with one of redis://"),
+        (("--redis-url", "http://localhost"), {}, "redis_url: the URL must begin with one of redis://"),
         ((), {"DIFFLEET_MODEL_NAME": "a b"}, "'a b' must match"),
     ],
 )

@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -7,7 +8,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from redis.connection import parse_url
 
-from shared.settings import ServiceSettings, complaints
+from shared.connection import open_client, open_pool, open_sync_client
+from shared.settings import ServiceSettings, check_redis_url, complaints
 
 # What a process environment can hold.
 CREDENTIAL = st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), min_size=1)
@@ -64,3 +66,31 @@ def test_complaints_name_the_setting_and_are_no_ones_types() -> None:
         said += complaints(refused.value)
     assert said[0] == "data_dir: '~nobody-here/x': no home folder is known for '~nobody-here'"
     assert said[1].startswith("redis_url has credentials")
+
+
+@pytest.mark.parametrize("take", [check_redis_url, open_client, open_pool, open_sync_client])
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("", "must begin with one of redis://, .*redis[+]sentinel://.*redis[+]cluster://"),
+        ("localhost:6379", "must begin with one of"),
+        ("redis://h:6379/x", "must end in /N"),
+        ("rediss://h/1/2", "must end in /N"),
+        ("redis://:hunter/2@h:6379/0", "in a password / is written %2F"),
+    ],
+)
+def test_a_url_that_would_lead_elsewhere_is_refused_without_its_password(
+    take: Callable[[str], object], url: str, why: str
+) -> None:
+    with pytest.raises(ValueError, match=why) as refused:
+        take(url)
+    assert "hunter" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["redis://h", "redis://h/", "redis://h:1/12", "rediss://:p%2Fq@h:1/0?ssl_ca_certs=/ca.crt", "unix:///run/a.sock"],
+)
+def test_a_url_of_one_server_is_taken(url: str) -> None:
+    assert check_redis_url(url) == url
+    open_sync_client(url).close()
