@@ -13,7 +13,7 @@ from api.ports import Fleet
 from api.schemas import AdapterChoice
 from api.structure.tools import plain_messages
 from shared.card import InvalidCard, ModelCard
-from shared.client import UnknownModel
+from shared.client import NoDefaultModel, UnknownModel
 from shared.commands import LoraUse
 from shared.decoding import Decoding
 from shared.keys import MODEL_NAME
@@ -88,12 +88,12 @@ class Catalog:
         return sorted(await self._fleet.models())
 
     async def resolve(self, name: str | None, lora: Sequence[AdapterChoice] | None = None) -> ServedModel:
-        """Return the model of that name, or the only one if `name` is None; raises `ApiError`.
+        """Return the model of that name, or that of `Fleet.default_model` if `name` is None; raises `ApiError`.
 
         `base:adapter` is the model under that adapter; those of `lora` come on top.
         """
         base, colon, adapter = (name or "").partition(":")
-        model = replace(await self._load(await self.card(await self._only() if name is None else base)), asked=name)
+        model = replace(await self._load(await self.card(await self._default() if name is None else base)), asked=name)
         asked = [(adapter, 1.0, "model")] if colon else []
         asked += [(choice.name, choice.scale, f"lora[{index}].name") for index, choice in enumerate(lora or ())]
         if not asked:
@@ -125,14 +125,13 @@ class Catalog:
         except InvalidCard as error:
             raise _unusable(name, error) from error
 
-    async def _only(self) -> str:
-        match await self.names():
-            case [only]:
-                return only
-            case []:
-                raise ApiError(404, "model_not_found", "no worker has announced a model yet", "model")
-            case names:
-                raise invalid("model", f"model is required: {_listed(names)}", "missing_required_parameter")
+    async def _default(self) -> str:
+        try:
+            return await self._fleet.default_model()
+        except NoDefaultModel as error:
+            if not error.alive and not error.departed:
+                raise ApiError(404, "model_not_found", str(error), "model") from None
+            raise invalid("model", str(error), "missing_required_parameter") from None
 
     async def _load(self, card: ModelCard) -> ServedModel:
         try:

@@ -49,6 +49,10 @@ class Fleet(Protocol):
 
     async def models(self) -> Sequence[str]: ...
 
+    async def default_model(self) -> str:
+        """Raises `shared.client.NoDefaultModel`."""
+        ...
+
     async def card(self, name: str) -> ModelCard:
         """Raises `shared.client.UnknownModel`, `shared.card.InvalidCard`."""
         ...

@@ -328,7 +328,7 @@ class GenerationBody(StrictBody):
     """Fields of `REFUSED` that this body's endpoint acts on."""
 
     model: str | None = Field(
-        default=None, description="May be left out where only one model is served; `base:adapter` adds an adapter."
+        default=None, description="May be left out where only one model has workers; `base:adapter` adds an adapter."
     )
     lora: Adapters | None = Field(default=None, description="Adapters whose effects are summed.")
     max_tokens: int | None = Field(

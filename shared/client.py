@@ -33,6 +33,7 @@ from shared.keys import card as card_key
 from shared.lora import AdapterRecord, AdapterRegistry
 from shared.lua import script
 from shared.memory import NO_BULK, NO_WORK, MemoryGauge
+from shared.model_choice import NoDefaultModel, default_model, read_alive
 from shared.queue_state import QueueState, read_queue
 from shared.roster import WorkerInfo, unpack_worker
 from shared.settings import ServiceSettings
@@ -47,6 +48,7 @@ __all__ = [
     "FleetUnavailable",
     "IdempotencyConflict",
     "InvalidArgument",
+    "NoDefaultModel",
     "OutputTooLong",
     "PromptTooLong",
     "QueueFull",
@@ -65,7 +67,8 @@ LONGEST_LIFE_MS = 86_400_000
 """Deadline of a request that names none: no key lives for ever."""
 IDEMPOTENCY_MS = 86_400_000
 DEFAULT_MAX_TOKENS = 512
-_CARD_FRESH_S = 2.0
+CARD_FRESH_S = 2.0
+"""Seconds for which a card that was read is taken for the one in force."""
 _LOG_CAP_SPARE = 64
 """Events beyond one for each token before a runaway log is trimmed; an honest one never reaches it."""
 _ABORT_SPARE_MS = 60_000
@@ -169,6 +172,7 @@ class FleetClient:
         self._dead_letters = DeadLetters(link)
         self._cards: dict[str, tuple[float, ModelCard]] = {}
         self._model_reads = Flights[list[str]]()
+        self._choices = Flights[str]()
         # A card is large and a tokenizer more so: a burst of requests would make as many.
         self._card_reads = Flights[ModelCard]()
         self._tokenizers: dict[str, Tokenizer] = {}
@@ -186,6 +190,7 @@ class FleetClient:
 
     async def __aexit__(self, *error: object) -> None:
         await self._subscriber.__aexit__(*error)
+        self._choices.cancel()
         self._model_reads.cancel()
         self._card_reads.cancel()
         self._tokenizer_builds.cancel()
@@ -313,7 +318,7 @@ class FleetClient:
 
     async def generate(
         self,
-        model: str,
+        model: str | None,
         prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
         *,
         max_tokens: int | None = None,
@@ -329,9 +334,10 @@ class FleetClient:
     ) -> AsyncGenerator[Event]:
         """Continue a text, token ids, or chat messages (dicts with `role` and `content`), and yield its events.
 
+        Without a model, that of `default_model`.
         Unset, `max_tokens` is what the model has room for, 512 at most; `seed` is random; `temperature` the model's
-        own. Raises as `run`, `PromptTooLong`, `OutputTooLong` for more `max_tokens` than there is room for, and
-        `InvalidArgument` for whatever else is wrong.
+        own. Raises as `run`, `NoDefaultModel`, `PromptTooLong`, `OutputTooLong` for more `max_tokens` than there is
+        room for, and `InvalidArgument` for whatever else is wrong.
         """
         command = await self.command(
             model,
@@ -352,7 +358,7 @@ class FleetClient:
 
     async def command(
         self,
-        model: str,
+        model: str | None,
         prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
         *,
         sampling: Sampling,
@@ -366,8 +372,10 @@ class FleetClient:
     ) -> Generate:
         """Build the command of `generate`: tokenised, with its seed drawn and the model's defaults filled in.
 
-        Raises `UnknownModel`, `PromptTooLong`, `OutputTooLong`, `InvalidArgument`.
+        Raises `UnknownModel`, `NoDefaultModel`, `PromptTooLong`, `OutputTooLong`, `InvalidArgument`.
         """
+        if model is None:
+            model = await self.default_model()
         check_text("model", model)
         card = await self.card(model)
         chosen = {
@@ -509,10 +517,21 @@ class FleetClient:
         names: set[bytes] = await self._link.read("SMEMBERS", MODELS)
         return sorted(name.decode() for name in names)
 
+    async def default_model(self) -> str:
+        """Return the model of who names none: the only one with a live worker; if none has one, the only one there is.
+
+        Raises `NoDefaultModel`, `FleetUnavailable`. All who ask at the same time are answered from one look.
+        """
+        return await self._choices.join("", self._choose)
+
+    async def _choose(self) -> str:
+        names = await self.models()
+        return default_model(names, await read_alive(self._link, names) if names[1:] else ())
+
     async def card(self, name: str) -> ModelCard:
         """Return a model's card; a changed one is seen within two seconds. Raises `UnknownModel`."""
         checked, card = self._cards.get(name, (0.0, None))
-        if card is not None and time.monotonic() - checked < _CARD_FRESH_S:
+        if card is not None and time.monotonic() - checked < CARD_FRESH_S:
             return card
         return await self._card_reads.join(name, lambda: self._read_card(name, card))
 
@@ -618,7 +637,7 @@ class Fleet:
 
     def generate(
         self,
-        model: str,
+        model: str | None,
         prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
         *,
         max_tokens: int | None = None,
@@ -662,6 +681,9 @@ class Fleet:
 
     def models(self) -> list[str]:
         return self._wait(self._fleet.models())
+
+    def default_model(self) -> str:
+        return self._wait(self._fleet.default_model())
 
     def card(self, name: str) -> ModelCard:
         return self._wait(self._fleet.card(name))

@@ -266,6 +266,18 @@ class Link:
         except (exceptions.RedisError, OSError) as error:
             raise translate(error) from error
 
+    async def read_all(self, commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
+        """Run commands that may run twice in one round trip; retried for `RETRY_S`. Raises as `command`."""
+
+        async def attempt() -> list[Any]:
+            replies = await self.pipeline(commands) if commands else []
+            for reply in replies:
+                if isinstance(reply, Exception):
+                    raise translate(reply) from reply
+            return replies
+
+        return await self._retry(attempt)
+
     async def run_many(self, script: Script, calls: Sequence[tuple[Sequence[str], Sequence[Argument]]]) -> list[Any]:
         """Run one idempotent script with several arguments, pipelined and in order; retried for `RETRY_S`."""
         commands = [evalsha(script, keys, args) for keys, args in calls]

@@ -52,11 +52,11 @@ class AdapterBody(StrictBody):
         str, AfterValidator(_check_name), Field(description="What requests call it.", json_schema_extra=_NAMES)
     ]
     path: str = Field(min_length=1, max_length=4096, description="Its folder in the model store, as PEFT writes it.")
-    model: str | None = Field(default=None, description="May be left out where only one model is served.")
+    model: str | None = Field(default=None, description="May be left out where only one model has workers.")
 
 
 class FlushBody(StrictBody):
-    model: str | None = Field(default=None, description="May be left out where only one model is served.")
+    model: str | None = Field(default=None, description="May be left out where only one model has workers.")
 
 
 # --- adapters

@@ -35,7 +35,7 @@ _RETENTION_MS = 60_000
 
 
 class EmbeddingsBody(StrictBody):
-    model: str | None = Field(default=None, description="May be left out where only one model is served.")
+    model: str | None = Field(default=None, description="May be left out where only one model has workers.")
     input: Prompts = Field(description="Text, token ids, or a list of either.")
     encoding_format: Literal["float", "base64"] | None = Field(
         default=None, description="base64: little-endian float32."

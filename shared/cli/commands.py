@@ -187,7 +187,9 @@ def generate(
     redis_url: Annotated[
         str | None, typer.Option(help="Submit through this Redis instead of the api: redis:// or unix:// URL.")
     ] = None,
-    model: Annotated[str | None, typer.Option("--model", "-m", help="Which model; unset: the fleet's first.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Which model; unset: the only one that has workers.")
+    ] = None,
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", "-n", min=1, help="Most tokens to make.")] = None,
     temperature: Annotated[
         float | None, typer.Option(callback=finite, min=0.0, help="0 takes the most probable tokens.")

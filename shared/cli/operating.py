@@ -31,7 +31,8 @@ DataDir = Annotated[
     Path,
     typer.Option(parser=folder, metavar="<path>", envvar="DIFFLEET_DATA_DIR", help="Data folder of `diffleet up`."),
 ]
-Model = Annotated[str | None, typer.Option("--model", "-m", help="Which model; unset: all, or the fleet's first.")]
+Model = Annotated[str | None, typer.Option("--model", "-m", help="Which model; unset: the only one that has workers.")]
+ModelOrAll = Annotated[str | None, typer.Option("--model", "-m", help="Which model; unset: all.")]
 Ids = Annotated[list[str], typer.Argument(metavar="REQUEST...", help="Ids, as `diffleet requests` lists them.")]
 
 
@@ -83,7 +84,7 @@ def top(
     url: Annotated[
         str | None, typer.Option(envvar="DIFFLEET_URL", help="Address of an api, for tokens per forward.")
     ] = DEFAULT_URL,
-    model: Model = None,
+    model: ModelOrAll = None,
     interval: Annotated[
         float, typer.Option(callback=finite, min=0.2, max=60.0, help="Seconds from one look to the next.")
     ] = 1.0,
@@ -209,7 +210,7 @@ def requests(
     text: Annotated[bool, typer.Option("--text", help="Print only what the request has produced.")] = False,
     redis_url: RedisUrl = None,
     data_dir: DataDir = DATA_DIR,
-    model: Model = None,
+    model: ModelOrAll = None,
     limit: Annotated[int, typer.Option(min=1, max=10_000, help="At most so many.")] = 50,
 ) -> None:
     """List the open requests, or tell about one: state, worker, age, tokens, forwards."""
@@ -235,7 +236,7 @@ def dead_letters(
     discard: Annotated[list[str] | None, typer.Option(help="Take this one off the list; repeat it.")] = None,
     redis_url: RedisUrl = None,
     data_dir: DataDir = DATA_DIR,
-    model: Model = None,
+    model: ModelOrAll = None,
     limit: Annotated[int, typer.Option(min=1, max=10_000, help="At most so many.")] = 50,
 ) -> None:
     """List the requests that were given up because they kill their workers; replay or discard them."""
@@ -282,7 +283,7 @@ app.add_typer(loras, name="loras")
 
 
 @loras.command(name="list")
-def list_loras(url: Url = DEFAULT_URL, model: Model = None) -> None:
+def list_loras(url: Url = DEFAULT_URL, model: ModelOrAll = None) -> None:
     """List the adapters, and the workers that have each one loaded."""
     from shared.cli.loras import print_loras
 

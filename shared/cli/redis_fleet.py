@@ -9,7 +9,15 @@ from shared.cli.canvas import Canvas, Cell
 from shared.cli.exits import Exit, Stop
 from shared.cli.loras import stop_unknown
 from shared.cli.question import Question
-from shared.client import FleetClient, FleetUnavailable, InvalidArgument, PromptTooLong, QueueFull, UnknownModel
+from shared.client import (
+    FleetClient,
+    FleetUnavailable,
+    InvalidArgument,
+    NoDefaultModel,
+    PromptTooLong,
+    QueueFull,
+    UnknownModel,
+)
 from shared.commands import Generate, Limits, LoraUse, Preview, Sampling
 from shared.constraints import JsonSchema
 from shared.decoding import STRATEGIES, Decoding
@@ -39,7 +47,7 @@ async def ask(redis_url: str, question: Question, *, frames: bool) -> AsyncGener
         raise Stop(Exit.UNREACHABLE, f"no Redis answers at the given --redis-url: {error}") from error
     except ValidationError as error:
         raise Stop(Exit.REFUSED, _complaint(error)) from error
-    except (UnknownModel, PromptTooLong, InvalidArgument) as error:
+    except (UnknownModel, NoDefaultModel, PromptTooLong, InvalidArgument) as error:
         raise Stop(Exit.REFUSED, str(error)) from error
     except QueueFull as error:
         raise Stop(Exit.FAILED, str(error)) from error
@@ -54,14 +62,8 @@ def _complaint(error: ValidationError) -> str:
 
 
 async def _command(fleet: FleetClient, question: Question, frames: bool) -> Generate:
-    model = question.model
-    if model is None:
-        names = await fleet.models()
-        if not names:
-            raise Stop(Exit.REFUSED, "no worker has announced a model at this Redis yet")
-        model = names[0]
     command = await fleet.command(
-        model,
+        question.model,
         question.prompt if question.raw else question.messages,
         sampling=Sampling(),
         temperature=question.temperature,
@@ -75,7 +77,7 @@ async def _command(fleet: FleetClient, question: Question, frames: bool) -> Gene
         lane="rt",
     )
     constraint = None if question.json_schema is None else JsonSchema(json_schema=question.json_schema)
-    lora = await _loras(fleet, model, question) if question.loras else ()
+    lora = await _loras(fleet, command.model, question) if question.loras else ()
     return command.model_copy(update={"block_length": question.block_length, "constraint": constraint, "lora": lora})
 
 

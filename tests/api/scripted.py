@@ -18,6 +18,7 @@ from shared.commands import Generate
 from shared.events import Delta, Event, Finished, Queued, Started, Usage
 from shared.keys import model_of
 from shared.lora import AdapterRecord
+from shared.model_choice import default_model
 from shared.queue_state import QueueState
 from shared.roster import WorkerInfo
 from shared.text import Tokenizer
@@ -79,6 +80,9 @@ class ScriptedFleet:
     cards: dict[str, ModelCard] = field(default_factory=lambda: {CARD.name: CARD})
     registered: list[AdapterRecord] = field(default_factory=list[AdapterRecord])
     live: int = 1
+    """Workers of each model."""
+    departed: set[str] = field(default_factory=set[str])
+    """Models that have none."""
     down: Exception | None = None
     """Raised by every call but `abort`."""
     commands: list[Generate] = field(default_factory=list[Generate])
@@ -146,6 +150,10 @@ class ScriptedFleet:
         self._check()
         return list(self.cards)
 
+    async def default_model(self) -> str:
+        alive = [name for name in self.cards if await self.workers(name)]
+        return default_model(sorted(await self.models()), alive)
+
     async def card(self, name: str) -> ModelCard:
         self._check()
         if name not in self.cards:
@@ -164,7 +172,8 @@ class ScriptedFleet:
 
     async def workers(self, model: str) -> Sequence[WorkerInfo]:
         self._check()
-        return [WorkerInfo(f"w{number}", model, "ready") for number in range(self.live)]
+        live = 0 if model in self.departed else self.live
+        return [WorkerInfo(f"w{number}", model, "ready") for number in range(live)]
 
     async def queue(self, model: str) -> QueueState:
         self._check()

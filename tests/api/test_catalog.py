@@ -3,6 +3,7 @@
 import asyncio
 import re
 import threading
+from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -98,3 +99,19 @@ async def test_an_unknown_adapter_is_named_and_of_the_known_ones_a_few(caller: C
         assert "no adapter 'fox': its adapters are a000, a001" in answer.error["message"]
         assert answer.error["message"].endswith("a019 and 480 more")
     assert (await caller.get("/v1/models/org/demo:fox")).status == 404
+
+
+async def test_a_request_without_a_model_means_the_only_one_that_has_workers(
+    caller: Caller, fleet: ScriptedFleet
+) -> None:
+    fleet.cards |= {"former": replace(CARD, name="former", digest="")}
+    fleet.departed = {"former"}
+    assert (await caller.post("/generate", {"prompt": "x"})).status == 200
+    assert fleet.commands[-1].model == "org/demo"
+    fleet.departed = set()
+    refused = await caller.post("/generate", {"prompt": "x"})
+    assert (refused.status, refused.error["code"]) == (400, "missing_required_parameter")
+    assert refused.error["message"] == "model is required: the models are former, org/demo"
+    fleet.cards = {}
+    refused = await caller.post("/generate", {"prompt": "x"})
+    assert (refused.status, refused.error["code"]) == (404, "model_not_found")
