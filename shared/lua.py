@@ -30,6 +30,7 @@ _PARTS: dict[str, tuple[str, ...]] = {
     "name_replay": (),
     "forget_consumers": (),
     "publish_card": (),
+    "drop_lanes": (),
     "memory": (),
     "limit": (),
     "advance": (),

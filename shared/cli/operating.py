@@ -253,6 +253,23 @@ def dead_letters(
 
 
 @app.command()
+def forget(
+    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Names, as `diffleet models` lists them.")],
+    redis_url: RedisUrl = None,
+    data_dir: DataDir = DATA_DIR,
+) -> None:
+    """Forget models that nobody serves any more: their cards, adapters and dead letters. Takes some seconds each.
+
+    A model outlives its workers, so that requests may wait for the next one. It is kept while it has a live worker, an
+    open request or a webhook to send. A worker that starts later announces it anew.
+    """
+    from shared.cli.forget import forget_all
+    from shared.cli.operations import find_redis
+
+    run(forget_all(find_redis(redis_url, data_dir), models))
+
+
+@app.command()
 def webhooks(
     due: Annotated[bool, typer.Option("--due", help="List those that wait for their next try instead.")] = False,
     replay: Annotated[
