@@ -78,7 +78,9 @@ async def _announce(link: Link, model: str, fields: dict[bytes, bytes]) -> None:
     """Put back what was there, unless a worker has written its own meanwhile."""
     if fields:
         pairs = [part for pair in fields.items() for part in pair]
-        await link.run_again(script("publish_card"), [card(model)], [fields.get(b"digest", b""), *pairs])
+        await link.run_again(
+            script("publish_card"), [card(model)], [fields.get(b"digest", b""), fields.get(b"by", b""), "*", *pairs]
+        )
         await link.read("SADD", MODELS, model)
 
 

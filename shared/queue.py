@@ -27,7 +27,7 @@ from shared.lanes import Entry, LaneReader
 from shared.lua import script
 from shared.memory import NO_WORK, MemoryGauge
 from shared.orders import OrderBook, Orders
-from shared.roster import unpack_worker
+from shared.roster import WorkerInfo, is_deserted, unpack_worker
 
 log = logging.getLogger(__name__)
 
@@ -130,6 +130,8 @@ class WorkerQueue:
         self._forget_at = time.monotonic() + random.uniform(0.5, 1.0) * _FORGET_EVERY_S
         self._group_failures = 0
         self._dropped = 0
+        self._deserted: tuple[object, float] | None = None
+        """The card of which no live worker was seen, and since when (monotonic)."""
 
     @classmethod
     def connect(
@@ -323,18 +325,14 @@ class WorkerQueue:
         key = card_key(card.name)
         published = await self._compare(card, await self._link.read("HGETALL", key))
         if not published.kept:
-            fields: list[Argument] = [part for pair in pack(card).items() for part in pair]
-            await self._link.run_again(script("publish_card"), [key], [card.digest, *fields])
+            await self._write(card, "*")
         await self._link.read("SADD", MODELS, card.name)
         return published
 
     async def _compare(self, card: ModelCard, fields: dict[bytes, bytes]) -> Published:
         if not fields or fields.get(b"digest") == card.digest.encode():
             return Published()
-        keys = self._partitions[0].keys
-        ids: list[bytes] = await self._link.read("ZRANGE", keys.workers(), 0, -1)
-        found = [unpack_worker(await self._link.read("HGETALL", keys.worker(name.decode()))) for name in ids]
-        others = sum(info is not None and info.state == "ready" and info.id != self._worker for info in found)
+        others = sum(info.state == "ready" and info.id != self._worker for info in await self._roster())
         try:
             former = unpack(fields)
         except InvalidCard:
@@ -349,6 +347,46 @@ class WorkerQueue:
         """Write the model card if there is none at all: Redis has restarted without its data."""
         if not await self._link.read("EXISTS", card_key(card.name)):
             await self.publish_card(card)
+
+    async def reclaim_card(self, card: ModelCard) -> Published | None:
+        """Write the model card if no worker has the one there any more, so that fronts follow one who lives.
+
+        That must have been so at every look for a lease's time: also a live worker is unheard for as long while Redis
+        is away. Returns what was other, None if the card there stays; of several who try at a time one wins.
+        """
+        key = card_key(card.name)
+        try:
+            found: list[bytes | None] = await self._link.read("HMGET", key, "digest", "by")
+            digest, by = found
+            own = digest == card.digest.encode()
+            if digest is None or own or not is_deserted(digest.decode(errors="replace"), await self._roster()):
+                self._deserted = None
+                return None
+            there, now = (digest, by), time.monotonic()
+            if self._deserted is None or self._deserted[0] != there:
+                self._deserted = there, now
+            if now - self._deserted[1] < self._lease_ms / 1000:
+                return None
+            former = await self._compare(card, await self._link.read("HGETALL", key))
+            won = await self._write(card, by or b"")
+        except FleetUnavailable:
+            self._deserted = None
+            raise
+        self._deserted = None
+        return replace(former, kept=False) if won else None
+
+    async def _write(self, card: ModelCard, condition: str | bytes) -> bool:
+        """Write the card if the one there was published by that worker ("*": by any); return whether it was."""
+        fields: list[Argument] = [part for pair in pack(card).items() for part in pair]
+        args = [card.digest, self._worker, condition, *fields]
+        return bool(await self._link.run_again(script("publish_card"), [card_key(card.name)], args))
+
+    async def _roster(self) -> list[WorkerInfo]:
+        """Return the workers of the model that have beaten within their lease."""
+        keys = self._partitions[0].keys
+        ids: list[bytes] = await self._link.read("ZRANGE", keys.workers(), 0, -1)
+        found = [unpack_worker(await self._link.read("HGETALL", keys.worker(name.decode()))) for name in ids]
+        return [info for info in found if info is not None]
 
     async def close(self) -> None:
         """Leave the group, if nothing of this worker is pending in it, and close the connections."""

@@ -1,6 +1,6 @@
 """What a worker says about itself with every beat."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -35,6 +35,8 @@ class WorkerInfo:
     """Names of the adapters that it has loaded, each as the request had it that it was loaded for."""
     adapter_digests: tuple[str, ...] = ()
     """What the files of these are: several names, or a later one, may stand for the same files."""
+    card: str = ""
+    """Digest of the model card that it would publish; empty while it loads, and from programs that do not tell."""
     beat_ms: int = 0
     """Server time (ms since 1970) of its last beat; set by the server."""
 
@@ -57,6 +59,7 @@ def pack_worker(info: WorkerInfo) -> dict[str, str | int]:
         "device": info.device,
         "adapters": ",".join(info.adapters),
         "digests": ",".join(info.adapter_digests),
+        "card": info.card,
     }
 
 
@@ -75,6 +78,17 @@ def unpack_worker(fields: Mapping[bytes, bytes]) -> WorkerInfo | None:
         device=text.get("device", ""),
         adapters=tuple(filter(None, text.get("adapters", "").split(","))),
         adapter_digests=tuple(filter(None, text.get("digests", "").split(","))),
+        card=text.get("card", ""),
         beat_ms=int(text.get("beat", "0")),
         **numbers,
     )
+
+
+def strangers(card: str, workers: Iterable[WorkerInfo]) -> list[WorkerInfo]:
+    """Return those that take requests and have another card than the one of this digest."""
+    return [worker for worker in workers if worker.state == "ready" and worker.card not in ("", card)]
+
+
+def is_deserted(card: str, workers: Iterable[WorkerInfo]) -> bool:
+    """Whether nobody who takes requests has the card of this digest, or may have it since he does not tell."""
+    return not any(worker.state == "ready" and worker.card in ("", card) for worker in workers)

@@ -23,7 +23,7 @@ from shared.orders import Orders
 from shared.queue import Claim, Outcome, WorkerQueue
 from shared.tracing import NO_SPAN, Span, Tracing, Untraced, asked, close_with, span_name
 from worker.adapters.ports import AdapterFaulty, Adapters, AdaptersFull, AdapterUnavailable
-from worker.card_news import card_news
+from worker.card_news import card_news, reclaimed_news
 from worker.engine.ports import Arrival, Outbox, Resume
 from worker.mailbox import Mailbox
 from worker.metrics import Metrics
@@ -252,6 +252,10 @@ class Bridge:
             await _wait(self._quit, _CARD_CHECK_S)
             try:
                 await queue.restore_card(self._card)
+                # One that ends soon leaves it to those that stay.
+                former = await queue.reclaim_card(self._card) if self._taking else None
+                if former is not None:
+                    log.log(*reclaimed_news(self._card.name, former))
                 self._follow(await queue.orders())
             except FleetUnavailable:
                 continue  # the others tell of the outage

@@ -12,7 +12,7 @@ def card_news(model: str, published: Published) -> tuple[int, str] | None:
     """Return the level and the line to log, None if there is nothing to say."""
     if not published.differs:
         return None
-    what = ", ".join(_WORDS.get(name, name) for name in published.differs)
+    what = _listed(published)
     others = "another worker" if published.others == 1 else f"{published.others} other workers"
     if published.kept:
         return logging.WARNING, (
@@ -30,3 +30,15 @@ def card_news(model: str, published: Published) -> tuple[int, str] | None:
         f"the card of model {model} was another's, it differs in: {what}. Fronts follow this one; {others} may serve "
         "the former under the same name, and give other answers: stop what is old, or give one its own --model-name"
     )
+
+
+def reclaimed_news(model: str, former: Published) -> tuple[int, str]:
+    """Return the level and the line to log when a worker's card has taken the place of one that nobody has any more."""
+    return logging.WARNING, (
+        f"no worker has the card of model {model} any more, fronts follow this worker's again. It differed in: "
+        f"{_listed(former)}"
+    )
+
+
+def _listed(published: Published) -> str:
+    return ", ".join(_WORDS.get(name, name) for name in published.differs)

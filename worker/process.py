@@ -176,6 +176,7 @@ def _serve(settings: WorkerSettings, tracing: Tracing) -> ExitCode:
             pid=os.getpid(),
             device=str(placement.device) if group is None else f"{placement.device} x{group.size}",
             version=_version(),
+            card=assembly.card.digest,
             adapters=tuple(assembly.adapters.names()) if assembly.adapters is not None else (),
             adapter_digests=tuple(assembly.adapters.digests()) if assembly.adapters is not None else (),
         )

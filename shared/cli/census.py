@@ -8,7 +8,7 @@ from shared.client import FleetClient
 from shared.commands import LANES, Lane
 from shared.connection import Link
 from shared.keys import Keys, partition
-from shared.roster import WorkerInfo
+from shared.roster import WorkerInfo, strangers
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,8 @@ class ModelView:
     workers: tuple[WorkerInfo, ...]
     lanes: tuple[LaneView, ...]
     dead_letters: int
+    strangers: tuple[str, ...] = ()
+    """Ids of the workers that have another card than the one in force."""
 
     @property
     def open_requests(self) -> int:
@@ -119,7 +121,9 @@ async def _model(fleet: FleetClient, link: Link, name: str, now_ms: int) -> Mode
                 age_s = max(0, now_ms - int(entry_id.partition(b"-")[0])) / 1000
                 oldest[lane] = max(age_s, oldest[lane] or 0.0)
     workers = sorted(await fleet.workers(name), key=lambda worker: worker.id)
-    return ModelView(name, tuple(workers), tuple(LaneView(lane, lengths[lane], oldest[lane]) for lane in LANES), dead)
+    lanes = tuple(LaneView(lane, lengths[lane], oldest[lane]) for lane in LANES)
+    others = tuple(worker.id for worker in strangers((await fleet.card(name)).digest, workers))
+    return ModelView(name, tuple(workers), lanes, dead, others)
 
 
 async def _partitions(fleet: FleetClient, model: str) -> list[Keys]:

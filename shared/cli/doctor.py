@@ -20,7 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 from shared.connection import open_sync_client
-from shared.keys import MODELS
+from shared.keys import MODELS, Keys, card, partition
+from shared.roster import strangers, unpack_worker
 
 _REDIS_TIMEOUT_S = 3.0
 _HEALTH_TIMEOUT_S = 2.0
@@ -103,6 +104,7 @@ def check_redis(url: str) -> list[Finding]:
             client.smembers(MODELS)  # pyright: ignore[reportUnknownMemberType]
             client.eval("return 1", 0)
             findings.append(Finding("redis rights", Verdict.OK, "may read df:* and run scripts"))
+            findings += _check_cards(client)
         except exceptions.NoPermissionError as error:
             remedy = "give the user the rules of helm/diffleet/files/users.acl"
             findings.append(Finding("redis rights", Verdict.FAULT, str(error), remedy))
@@ -117,6 +119,23 @@ def check_redis(url: str) -> list[Finding]:
         return [Finding("redis", Verdict.FAULT, f"does not answer: {error}", remedy)]
     finally:
         client.close()
+
+
+def _check_cards(client: Any) -> list[Finding]:
+    """Tell for each model which workers have another card than the one that fronts follow."""
+    findings: list[Finding] = []
+    for model in sorted(name.decode() for name in client.smembers(MODELS)):
+        digest, keys = client.hget(card(model), "digest") or b"", Keys(partition(model))
+        found = [
+            unpack_worker(client.hgetall(keys.worker(one.decode()))) for one in client.zrange(keys.workers(), 0, -1)
+        ]
+        live = [worker for worker in found if worker is not None]
+        others = [worker.id for worker in strangers(digest.decode(), live)]
+        if others:
+            fact = f"{', '.join(others)} of {len(live)} workers have another card than the one that fronts follow"
+            remedy = "they may answer otherwise: stop what is old, or give one its own --model-name"
+            findings.append(Finding(f"model {model}", Verdict.NOTE, fact, remedy))
+    return findings
 
 
 def judge_redis(info: Mapping[str, Any]) -> list[Finding]:

@@ -77,7 +77,10 @@ def draw(sample: Sample, before: Sample | None) -> Group:
         return Group(Text("no worker has announced a model at this Redis yet"))
     parts: list[Table | Text] = []
     for view in sample.census.models:
-        parts += [_headline(view, sample, before), _lanes(view), _workers(view, sample, before), Text("")]
+        parts += [_headline(view, sample, before), _lanes(view), _workers(view, sample, before)]
+        if view.strangers:
+            parts.append(Text(f"other cards than the one that fronts follow: {', '.join(view.strangers)}", "yellow"))
+        parts.append(Text(""))
     return Group(*parts[:-1])
 
 

@@ -215,6 +215,8 @@ class FakeWorker:
             await asyncio.sleep(_CARD_CHECK_S)
             with suppress(FleetUnavailable):
                 await self._queue.restore_card(self._card)
+                if not self._leaving.is_set():
+                    await self._queue.reclaim_card(self._card)
                 if (await self._queue.orders()).drain:
                     self.leave()
 
@@ -229,6 +231,7 @@ class FakeWorker:
             tokens=self._tokens,
             pid=os.getpid(),
             device="fake",
+            card=self._card.digest,
         )
 
 

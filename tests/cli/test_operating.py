@@ -1,5 +1,6 @@
 """`diffleet top`, `doctor`, `requests`, `abort` and `dead-letters`, over what is known and against a live fleet."""
 
+import contextlib
 import re
 import socket
 import time
@@ -13,17 +14,22 @@ import pytest
 from redis import Redis
 from rich.console import Console
 
-from shared.cli.census import Census, LaneView, ModelView
-from shared.cli.doctor import Verdict, check_data_dir, check_gpu, check_packages, check_port, judge_redis
+from shared.cli.census import Census, LaneView, ModelView, take_census
+from shared.cli.doctor import Verdict, check_data_dir, check_gpu, check_packages, check_port, check_redis, judge_redis
 from shared.cli.exposition import sums
 from shared.cli.operations import find_redis
 from shared.cli.top import Sample, draw
+from shared.client import FleetClient
 from shared.commands import Generate, Limits, encode_command
+from shared.connection import Link
 from shared.embedded import EmbeddedServer
+from shared.heart import Heart
 from shared.keys import Keys, new_request_id
+from shared.queue import WorkerQueue
 from shared.roster import WorkerInfo
 from tests.cli.fleet_process import Up, diffleet
 from tests.fleet.processes import until
+from tests.shared.protocol_for_tests import MODEL, card_of
 
 HEALTHY: Mapping[str, Any] = {
     "redis_version": "7.4.0", "role": "master", "maxmemory_policy": "noeviction", "aof_enabled": 1,
@@ -75,6 +81,31 @@ def test_top_shows_lanes_workers_and_the_rates_since_an_earlier_look() -> None:
 
 def test_top_says_what_it_means_that_no_worker_lives() -> None:
     assert "none alive: requests wait" in shown(Sample(0.0, census(0, workers=0)))
+
+
+def test_top_names_the_workers_whose_card_is_not_the_one_in_force() -> None:
+    (view,) = census(0, workers=2).models
+    strange = Sample(0.0, Census(1000, (replace(view, strangers=("w1",)),)))
+    assert "other cards than the one that fronts follow: w1" in shown(strange)
+    assert "other cards" not in shown(Sample(0.0, census(0, workers=2)))
+
+
+async def test_top_and_doctor_see_a_worker_with_another_card(redis_url: str) -> None:
+    ours, other = card_of(), replace(card_of(), digest="", max_model_len=32)
+    queue = WorkerQueue.connect(redis_url, MODEL, "w1")
+    await queue.publish_card(ours)
+    async with FleetClient.connect(redis_url) as fleet, contextlib.AsyncExitStack() as stack:
+        link = Link.open(redis_url)
+        stack.push_async_callback(link.close)
+        stack.push_async_callback(queue.close)
+        for name, card in (("w1", ours), ("w2", other)):
+            heart = stack.enter_context(contextlib.closing(Heart.connect(redis_url, name, MODEL)))
+            told = [one.fact for one in check_redis(redis_url) if one.subject == f"model {MODEL}"]
+            assert told == []
+            heart.beat({}, WorkerInfo(name, MODEL, "ready", card=card.digest))
+        assert [view.strangers for view in (await take_census(fleet, link)).models] == [("w2",)]
+        (finding,) = [one for one in check_redis(redis_url) if one.subject == f"model {MODEL}"]
+        assert finding.verdict is Verdict.NOTE and finding.fact.startswith("w2 of 2 workers have another card")
 
 
 def test_an_api_that_has_started_anew_gives_no_negative_rate() -> None:

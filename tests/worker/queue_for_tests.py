@@ -142,6 +142,10 @@ class QueueForTests:
         self._fail_if_down()
         self.card = self.card or card
 
+    async def reclaim_card(self, card: ModelCard) -> Published | None:
+        self._fail_if_down()
+        return None
+
     async def close(self) -> None:
         self.closed = True
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shared.adapters import TARGETS_FILE
 from shared.queue import Published
-from worker.card_news import card_news
+from worker.card_news import card_news, reclaimed_news
 
 
 @pytest.mark.parametrize(
@@ -41,3 +41,9 @@ def test_only_a_card_that_others_may_serve_otherwise_is_worth_a_warning(
     news = card_news("demo", Published(differs, others, adapters=adapters))
     level = None if news is None else news[0]
     assert level == (None if not differs else logging.WARNING if others else logging.INFO)
+
+
+def test_a_card_that_is_in_force_again_is_told_with_what_was_other() -> None:
+    level, said = reclaimed_news("demo", Published((TARGETS_FILE, "max_model_len"), 1))
+    assert level == logging.WARNING
+    assert "model demo" in said and said.endswith("It differed in: what adapters need, max_model_len")
