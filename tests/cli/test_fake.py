@@ -17,8 +17,10 @@ from typer.testing import CliRunner
 
 from shared.cli import commands
 from shared.cli.exits import Exit
+from shared.queue import WorkerQueue
 from tests.cli.fleet_process import ROOT, Up, diffleet
 from tests.fleet.processes import until
+from tests.shared.protocol_for_tests import card_of
 
 BLOCKER = """
 import sys
@@ -135,3 +137,21 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     ended = CliRunner().invoke(commands.app, ["up", "--fake", "--model", str(tmp_path)])
     assert ended.exit_code == Exit.USAGE
     assert "has no config.json" in ended.stderr
+
+
+async def test_a_model_that_was_served_once_is_in_nobodys_way_and_can_be_forgotten(fake_fleet: Up) -> None:
+    queue = WorkerQueue.connect(fake_fleet.redis_url, "a-former", "gone")
+    await queue.publish_card(card_of("a-former"))
+    await queue.close()
+    over_http, over_redis = ("--url", fake_fleet.url), ("--redis-url", fake_fleet.redis_url)
+    for where in (over_http, over_redis):
+        done = diffleet("generate", "What is 12 + 30?", "-n", "4", *where)
+        assert done.returncode == 0 and done.stdout.strip(), done.stderr
+    assert diffleet("chat", *over_http, "-n", "4", stdin="Hello\n").returncode == 0
+    assert "a-former, demo" in diffleet("models", *over_http).stdout
+    gone = diffleet("forget", "demo", "a-former", *over_redis)
+    assert (gone.returncode, gone.stdout) == (Exit.REFUSED, "a-former  forgotten: its card\n")
+    assert "demo is served by " in gone.stderr
+    assert "a-former" not in diffleet("models", *over_http).stdout
+    again = diffleet("forget", "a-former", *over_redis)
+    assert again.returncode == Exit.REFUSED and "is not served here; known: demo" in again.stderr
