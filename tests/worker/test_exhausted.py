@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.worker.exhausted import gives_out
 from tests.worker.test_adapters import Shelf
+from worker.adapters.bank import AdapterBank
 from worker.adapters.stack import AdapterStack, Uses
 from worker.adapters.weights import Adapter
 from worker.models.layers import Linear, LowRank
@@ -68,3 +69,27 @@ def test_adapters_that_found_no_memory_side_by_side_are_stacked_by_the_next_step
         if not gave_out:
             break
     assert passes > 20
+
+
+@pytest.mark.parametrize("uses", [ROWS[0], ROWS[3]], ids=["one", "two"])
+def test_a_place_that_found_no_memory_half_way_is_filled_by_the_next_step(
+    linears: list[Linear], shelf: Shelf, seen: Seen, uses: Uses
+):
+    rows, counts = [uses, ()], [5, 2]
+
+    def a_bank() -> AdapterBank:
+        return AdapterBank(linears, 1, 8, shelf, CPU, torch.float32)
+
+    bank = a_bank()
+    bank.bring(rows)
+    expected = seen(bank.of(rows, counts))
+    for passes in count():
+        bank = a_bank()
+        bank.bring(ROWS[1:2])
+        gave_out = gives_out(partial(bank.bring, rows), passes)
+        assert gave_out or bank.find(uses)
+        bank.bring(rows)
+        assert same(seen(bank.of(rows, counts)), expected), f"memory gave out behind {passes} operations"
+        if not gave_out:
+            break
+    assert passes > 10

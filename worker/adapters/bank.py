@@ -92,9 +92,10 @@ class AdapterBank:
             if idle is None:
                 return
             self._free.append(self._held.pop(idle))
-        place = self._free.pop()
-        self._held[content] = place
+        place = self._free[-1]
         self._write(place, rank, content, [adapter for adapter in adapters if adapter is not None])
+        # Not before, for memory may give out on the way: then the place is free, whatever was written there.
+        self._held[content] = self._free.pop()
         self.written += 1
 
     def _write(self, place: int, rank: int, content: Uses, adapters: list[Adapter]) -> None:
