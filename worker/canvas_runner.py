@@ -90,12 +90,18 @@ class CanvasRunner:
         hidden = torch.cat([self._forward(part) for part in parts])
         rows = len(plan.rows)
         decision = Decision([[]] * rows, [[]] * rows, [[]] * rows, [None] * rows)
-        offset = 0
+        offset, after = 0, dict[str, _State | None]()
         for index, row in enumerate(plan.rows):
             if row.canvas is not None:
                 length = len(row.canvas.masked)
-                self._decide(index, row, row.canvas, hidden[offset : offset + length], decision)
+                after[row.request_id] = self._decide(index, row, row.canvas, hidden[offset : offset + length], decision)
                 offset += length
+        # Not before, for memory may give out on the way: then all rows come again, as they were.
+        for request_id, state in after.items():
+            if state is not None:
+                self._states[request_id] = state
+            else:
+                self._states.pop(request_id, None)
         return decision
 
     def _forward(self, rows: ReadOnly[Row]) -> Tensor:
@@ -156,7 +162,8 @@ class CanvasRunner:
             raise ValueError("a row asks for adapters, and this runner has none")
         return None
 
-    def _decide(self, index: int, row: Row, canvas: Canvas, hidden: Tensor, decision: Decision) -> None:
+    def _decide(self, index: int, row: Row, canvas: Canvas, hidden: Tensor, decision: Decision) -> _State | None:
+        """Fill in a row of `decision`; return what its canvas hands on, None if it is over."""
         decoding, seed, step = canvas.decoding, canvas.sampling.seed, canvas.step
         if not isinstance(decoding, Renoise):
             raise TypeError(f"{row.request_id}: a canvas of noise cannot be decoded by {decoding.strategy}")
@@ -171,8 +178,9 @@ class CanvasRunner:
         if not bool(best.finite.all()):
             decision.accepted[index], decision.tokens[index] = [False] * length, [0] * length
             decision.confidence[index], decision.failed[index] = [0.0] * length, "the model's logits are not finite"
-            return
-        before = self._states.pop(row.request_id).best if step > 0 else []
+            return None
+        before = self._states[row.request_id].best if step > 0 else []
+        after = None
         over = canvas.last or step + 1 >= decoding.max_denoising_steps
         if over or is_settled(decoding, best.token, before, best.entropy):
             decision.accepted[index], tokens = [True] * length, best.token
@@ -186,12 +194,13 @@ class CanvasRunner:
             tokens = torch.where(keep(best.entropy, decoding.bound), sampled, fresh)
             decision.accepted[index] = [False] * length
             kept = decoding.stability_threshold
-            self._states[row.request_id] = _State(
+            after = _State(
                 condition=self._module.soft_embedding(logits / warmth[:, None]),
                 best=[*before, best.token][-kept:] if kept else [],
             )
         decision.tokens[index] = tokens.tolist()
         decision.confidence[index] = best.confidence.tolist()
+        return after
 
     def _integers(self, values: ReadOnly[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)

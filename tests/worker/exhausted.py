@@ -1,10 +1,14 @@
 """A device whose memory gives out in the middle of the work."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from worker.engine.plan import Plan
+from worker.engine.ports import Decision, Forward
 
 
 class Exhausted(TorchDispatchMode):
@@ -29,3 +33,29 @@ def gives_out(work: Callable[[], object], passes: int) -> bool:
     except torch.OutOfMemoryError:
         return True
     return False
+
+
+class Shaky:
+    """A forward that finds no memory several times before each step, anywhere in it."""
+
+    def __init__(self, forward: Forward, tries: int = 2) -> None:
+        self._forward = forward
+        self._tries = tries
+        self._draw = random.Random(0)
+        self._operations = 1
+        """Of the step before."""
+        self.gave_out = 0
+
+    def __call__(self, plan: Plan) -> Decision:
+        for number in range(self._tries):
+            # Half of them near the end, where a step notes what it has decided.
+            first = 0 if number % 2 else self._operations * 4 // 5
+            try:
+                with Exhausted(self._draw.randrange(first, self._operations)):
+                    return self._forward(plan)
+            except torch.OutOfMemoryError:
+                self.gave_out += 1
+        with Exhausted(10**9) as device:
+            decision = self._forward(plan)
+        self._operations = 10**9 - device.left
+        return decision

@@ -3,16 +3,27 @@
 from collections.abc import Callable
 from functools import partial
 from itertools import count
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.worker.exhausted import gives_out
+from shared.commands import Generate, Limits
+from shared.decoding import Renoise
+from tests.goldens.test_goldens import run
+from tests.worker.exhausted import Shaky, gives_out
 from tests.worker.test_adapters import Shelf
+from tests.worker.test_diffusion_gemma import CANVAS, PAGE, PROMPTS, make_oracle
+from tests.worker.texts import NoText
 from worker.adapters.bank import AdapterBank
 from worker.adapters.stack import AdapterStack, Uses
 from worker.adapters.weights import Adapter
+from worker.canvas_runner import CanvasRunner
+from worker.engine.engine import Engine
+from worker.engine.ports import Forward
+from worker.engine.scheduler import BatchLimits, CacheShape
+from worker.models import load_model
 from worker.models.layers import Linear, LowRank
 
 CPU = torch.device("cpu")
@@ -93,3 +104,21 @@ def test_a_place_that_found_no_memory_half_way_is_filled_by_the_next_step(
         if not gave_out:
             break
     assert passes > 10
+
+
+def test_canvases_of_noise_go_on_as_if_memory_had_never_given_out(tmp_path: Path):
+    make_oracle(tmp_path)
+    model = load_model(tmp_path)
+    decoding, limits = Renoise(bound=1.0, max_denoising_steps=3, stability_threshold=2), Limits(max_tokens=CANVAS)
+    requests = [
+        Generate(id=name, model="m", prompt=PROMPTS[name], limits=limits, decoding=decoding)
+        for name in ("short", "a-canvas")
+    ]
+
+    def engine_of(forward: Forward) -> Engine:
+        return Engine(model.spec, CacheShape(PAGE, 64), BatchLimits(4, 64), forward, lambda request, resume: NoText())
+
+    expected = run(engine_of(CanvasRunner(model, 64, PAGE)), [requests])
+    shaky = Shaky(CanvasRunner(model, 64, PAGE))
+    assert run(engine_of(shaky), [requests]) == expected
+    assert shaky.gave_out >= 6
