@@ -217,6 +217,8 @@ def _score(
     choice = score
     if BIASED:
         choice += tl.load(bias_ptr + expert, mask=real, other=0.0)
+    # A NaN equals no maximum, and what is never found has no id. As in the reference, it is the highest of all.
+    choice = tl.where(choice != choice, float("inf"), choice)
     return score, tl.where(real, choice, float("-inf")), expert, real
 
 

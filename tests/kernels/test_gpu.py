@@ -448,6 +448,26 @@ def test_routing_agrees(dtype, name):
         assert ids[:3].unique().numel() <= router.capacity
 
 
+@pytest.mark.parametrize("name", _ROUTERS)
+def test_tokens_of_nan_go_to_experts_that_exist_and_take_no_other_token_along(name):
+    router = _ROUTERS[name]
+    logits = normal(9, 60 if name == "odd" else 64, dtype=torch.float32, seed=1)
+    logits[1] = float("nan")
+    logits[2, 37] = float("nan")
+    logits[3, 5:50] = float("nan")
+    logits[4] = float("inf")
+    logits[5, 11] = float("inf")
+    logits[6] = float("-inf")
+    # Those of one block see which experts the others want, so each has a block of its own.
+    blocks = torch.arange(9, device=DEVICE) if router.capacity else None
+    ids, weights = kernels.gpu.router.route(logits, router, None, blocks)
+    expected_ids, expected_weights = route(logits, router, None, blocks)
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-7, equal_nan=True)
+    assert weights[1].isnan().all() and weights[[0, 7, 8]].isfinite().all()
+    assert all(row.unique().numel() == router.top_k for row in ids)
+
+
 def test_equal_votes_open_the_experts_of_the_lowest_ids():
     router = Router(top_k=2, scoring="sigmoid", capacity=5)
     logits = torch.zeros(3, 40, device=DEVICE)
