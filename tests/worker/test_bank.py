@@ -1,7 +1,8 @@
 """Adapters at fixed places: what captured steps run under is what the plain runner runs under."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,16 +11,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.commands import Generate, LoraUse
+from shared.commands import Generate, Limits, LoraUse
+from shared.decoding import LowConfidenceStatic
 from tests.fleet.models import write_tiny_model
 from tests.worker.adapter_folders import read_weights, write_adapter
 from tests.worker.test_adapters import Shelf
-from tests.worker.test_ahead import DEVICE, MAX_LEN, PAGE, a_request, make_engine, run, waves_of
+from tests.worker.test_ahead import DEVICE, MAX_LEN, PAGE, VOCAB, a_request, make_engine, run, waves_of
 from worker.adapters.bank import AdapterBank
-from worker.adapters.stack import Uses
+from worker.adapters.stack import AdapterStack, Uses
 from worker.adapters.targets import find_targets, shapes_of
 from worker.adapters.weights import Adapter, load_adapter
 from worker.ahead import AheadRunner, bucket_sizes, make_graphs
+from worker.engine.plan import Plan
+from worker.engine.ports import Decision
 from worker.foresight import NO_SLOTS, Offer
 from worker.graphs import Answer, StepGraphs
 from worker.models import LoadedModel, load_model
@@ -107,6 +111,57 @@ def test_steps_of_base_rows_alone_run_without_adapters(model, shelf):
     leader, graphs = make_leader(model, shelf, 2, Offer())
     run(make_engine(model, leader, 96, 6), waves_of([a_request(number, draw) for number in range(6)], draw))
     assert graphs.counts[True] == 0 < graphs.counts[False]
+
+
+@contextmanager
+def no_waits() -> Iterator[None]:
+    """Let it be an error to wait for the device."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="only a GPU can be waited for")
+def test_neither_prompts_nor_steps_under_adapters_wait_for_the_device_but_at_the_answer(model, shelf):
+    leader, graphs = make_leader(model, shelf, 3, Offer())
+
+    def strict(plan: Plan) -> Decision:
+        with no_waits():
+            return leader(plan)
+
+    draw = random.Random(3)
+    # As many adapters as there are places: a row without one would be decided by the plain runner, and waited for.
+    uses = [(), ((FOX, 1.0),), ((OWL, 0.5),), ((ELK, -0.7),), ((FOX, 0.5),), ()]
+    requests = [
+        under(
+            Generate(
+                id=f"g-{number}",
+                model="tiny",
+                prompt=tuple(draw.randrange(10, VOCAB - 10) for _ in range(7 * number)),
+                limits=Limits(max_tokens=17, ignore_eos=True),
+                decoding=LowConfidenceStatic(steps=2),
+            ),
+            *each,
+        )
+        for number, each in enumerate(uses, 1)
+    ]
+    answers = run(make_engine(model, strict, 96, 6), waves_of(requests, draw))
+    assert len(answers) == len(requests)
+    assert graphs.counts[True] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="only a GPU can be waited for")
+def test_adapters_are_stacked_and_assigned_without_waiting_for_the_device(model, shelf):
+    stack = AdapterStack(shelf, model.device)
+    batches: list[list[Uses]] = [[((FOX, 1.0),), ()], [((FOX, 1.0), (OWL, 0.5)), ((YAK, 1.0),)]]
+    with no_waits():
+        for rows in batches:
+            stack.of(rows, [40, 3])
+    assert stack.built == 2
 
 
 def uses_of(bank: AdapterBank, rows: Sequence[Uses]) -> list[int | None]:

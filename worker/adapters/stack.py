@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import kernels
+from kernels.attention import upload
 from kernels.lora import Factors
 from worker.adapters.weights import Adapter, ends_of, room_for
 from worker.models.layers import Adapted, Linear, LowRank
@@ -70,7 +71,7 @@ class AdapterStack:
         # is. What was there goes first, for there is room for one of them.
         self._places, self._stacks = {}, {}
         stacks: dict[Linear, Adapted] = {}
-        ranks = torch.tensor([adapter.rank for adapter in adapters], dtype=torch.int32, device=self._device)
+        ranks = upload(torch.tensor([adapter.rank for adapter in adapters], dtype=torch.int32), self._device)
         for linear in dict.fromkeys(chain.from_iterable(adapter.factors for adapter in adapters)):
             dtype = next(adapter.factors[linear][0].dtype for adapter in adapters if linear in adapter.factors)
             rank = max(adapter.rank for adapter in adapters)
@@ -110,4 +111,4 @@ def spread(uses: Sequence[tuple[int, float]], counts: Sequence[int], device: tor
     repeats = torch.tensor(counts)
     places = torch.tensor([place for place, _ in uses]).repeat_interleave(repeats)
     scales = torch.tensor([scale for _, scale in uses], dtype=torch.float32).repeat_interleave(repeats)
-    return places.to(device), scales.to(device)
+    return upload(places, device), upload(scales, device)
