@@ -20,11 +20,16 @@ class NearSum:
     """Owns memory that all ranks of the group see. Every rank makes the same calls, in order."""
 
     def __init__(self, size: int, device: torch.device) -> None:
+        """Take all the memory at once: before it is planned what else there is room for, and before captured steps
+        know its address."""
+        import torch.distributed._symmetric_memory as symmetric
+
         self._size = size
-        self._device = device
         assert dist.group.WORLD is not None
         self._group = dist.group.WORLD.group_name
-        self._rooms: dict[int, Tensor] = {}
+        with torch.inference_mode(False):
+            self._room = symmetric.empty(_MOST_BYTES // 2, dtype=torch.bfloat16, device=device)
+            symmetric.rendezvous(self._room, self._group)
 
     def takes(self, x: Tensor) -> bool:
         fits = 0 < x.nbytes <= _MOST_BYTES and x.nbytes % (_WORD * self._size) == 0
@@ -32,22 +37,10 @@ class NearSum:
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' x, which lasts until the next one."""
-        flat = self._room(x.nbytes).view(x.dtype)[: x.numel()]
+        flat = self._room.view(x.dtype)[: x.numel()]
         flat.view(x.shape).copy_(x)
         torch.ops.symm_mem.two_shot_all_reduce_(flat, "sum", self._group)
         return flat.view(x.shape)
-
-    def _room(self, nbytes: int) -> Tensor:
-        """Return memory for so many bytes. None is ever freed: captured steps know its address."""
-        size = 1 << max(16, (nbytes - 1).bit_length())
-        if size not in self._rooms:
-            import torch.distributed._symmetric_memory as symmetric
-
-            with torch.inference_mode(False):
-                room = symmetric.empty(size // 2, dtype=torch.bfloat16, device=self._device)
-                symmetric.rendezvous(room, self._group)
-            self._rooms[size] = room
-        return self._rooms[size]
 
 
 def are_near(size: int) -> bool:
