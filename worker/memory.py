@@ -1,9 +1,13 @@
-"""How much memory the work needs beside the weights and the pages: measured, by running the largest of it."""
+"""How much memory the work needs beside the weights and the pages.
+
+The largest plan is run, under adapters where there are any, and the largest captured steps are captured: both are
+measured. What logits take while they are looked at is reckoned, from the bound of how many there are at once.
+"""
 
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -75,9 +79,13 @@ def _measure(
 ) -> tuple[int, int]:
     """Return the bytes of a plan of so many tokens, and of the captured steps."""
     pages = -(-tokens // page_size)
-    runner = Runner(model, pages, page_size, model.device, bank=bank)
+    runner = Runner(model, pages, page_size, model.device, adapters=bank and bank.residents, bank=bank)
     row = Row("", 0, (0,) * tokens, (tokens,) * tokens, tuple(range(pages)), None)
     plan = _peak(model.device, lambda: runner(Plan((row,))))
+    if bank is not None:
+        # Some products are then held whole of which parts were enough.
+        with bank.stand_in() as uses:
+            plan = max(plan, _peak(model.device, lambda: runner(Plan((replace(row, lora=uses),)))))
     return plan, measure_steps(runner, min(limits.max_rows, MAX_ROWS)) if limits.pages_ahead else 0
 
 

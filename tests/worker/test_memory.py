@@ -1,6 +1,7 @@
 """What must be free beside weights and pages: the plan against what captured steps take."""
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import kernels
 from tests.fleet.models import write_tiny_model
+from tests.worker.test_adapters import Shelf
+from worker import memory
+from worker.adapters.bank import AdapterBank
+from worker.adapters.targets import find_targets
+from worker.adapters.weights import Adapter
 from worker.ahead import AheadRunner, bucket_sizes, make_graphs
 from worker.assembly import cache_shape
 from worker.device import Placement
@@ -126,6 +133,36 @@ def test_needs_beyond_what_is_free_are_refused_with_a_message(model: LoadedModel
 @pytest.mark.skipif(ON_GPU, reason="a GPU's memory is planned")
 def test_the_memory_of_a_host_is_not_planned(model: LoadedModel):
     assert measure_needs(model, LIMITS, PAGE) == NO_NEEDS
+
+
+@pytest.mark.parametrize("adapted", [True, False])
+def test_the_largest_plan_is_measured_under_adapters_where_there_are_any(model: LoadedModel, monkeypatch, adapted):
+    products, peaks = [0], iter([400, 700])
+
+    def lora(y: torch.Tensor, *_: object) -> torch.Tensor:
+        products[0] += 1
+        return y
+
+    def peak(device: torch.device, work: Callable[[], object]) -> int:
+        work()
+        return next(peaks)
+
+    monkeypatch.setattr(kernels, "lora", lora)
+    monkeypatch.setattr(memory, "_peak", peak)
+    linears = [target.linear for target in find_targets(model).values()]
+    bank = AdapterBank(linears, 1, 8, Shelf({}), DEVICE, model.dtype) if adapted else None
+    plan, _ = memory._measure(model, replace(LIMITS, pages_ahead=False), 64, PAGE, bank)
+    assert (plan, products[0] > 0) == ((700, True) if adapted else (400, False))
+
+
+def test_what_stands_in_for_an_adapter_leaves_its_place(model: LoadedModel):
+    linears = [target.linear for target in find_targets(model).values()]
+    bank = AdapterBank(linears, 1, 8, Shelf({"fox": Adapter(8, 1.0, {})}), DEVICE, model.dtype)
+    with bank.stand_in() as uses:
+        assert bank.of([uses], [3]) is not None
+    assert bank.of([uses], [3]) is None
+    bank.bring([(("fox", 1.0),)])
+    assert bank.find((("fox", 1.0),)) == (0, 1.0)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="captures need a GPU")

@@ -1,7 +1,8 @@
 """Adapters at fixed places in memory, where captured steps find them."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -33,7 +34,7 @@ class AdapterBank:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self._residents = residents
+        self.residents = residents
         self._device = device
         self._rank = rank
         self._held: OrderedDict[Uses, int] = OrderedDict()
@@ -81,8 +82,21 @@ class AdapterBank:
             return None
         return LowRank(self.stacks, (kernels.assign(*spread(placed, counts, self._device), self.ranks),))
 
+    @contextmanager
+    def stand_in(self) -> Iterator[Uses]:
+        """Let a free place, of zeros, count as an adapter's meanwhile: rows that run under it take what rows under
+        adapters take."""
+        uses: Uses = (("", 1.0),)
+        place = self._held[uses] = self._free[-1]
+        self.ranks[place].fill_(self._rank)
+        try:
+            yield uses
+        finally:
+            del self._held[uses]
+            self.ranks[place].fill_(0)
+
     def _fill(self, content: Uses, wanted: dict[Uses, None]) -> None:
-        adapters = [self._residents.get(digest) for digest, _ in content]
+        adapters = [self.residents.get(digest) for digest, _ in content]
         rank = sum(adapter.rank for adapter in adapters if adapter is not None)
         # One that is gone belongs to a request that this worker has lost.
         if None in adapters or rank > self._rank:
