@@ -4,6 +4,8 @@ Rows that a captured step can decide (`worker.graphs`) live on the device and mo
 still works on one step's decision, the next one runs already. When its plan comes, each row is compared with what the
 device was asked for in its place: what agrees is decided, everything else is put there anew and postponed by one step.
 So the engine stays the only one that says what happens, and whatever it changes its mind about costs one row one step.
+A row that only sits a step out, as the token budget holds fewer than there are, costs none: its answer is kept for when
+it is asked for.
 
 How many finished blocks a step can write beside its rows, and for how many masked positions it computes logits, is
 chosen when it is launched, by what the rows are expected to need (`worker.foresight`).
@@ -165,6 +167,26 @@ class _Flight:
     """State of each row before the step; of rows that the step before left behind, it is known once that has ended."""
 
 
+@dataclass(frozen=True, slots=True)
+class _RowAnswer:
+    """What a step has decided of one row."""
+
+    asked: list[int]
+    """State before the step."""
+    pages: tuple[int, ...]
+    flags: list[int]
+    """[block]; this and the next two as in `kernels.canvas.canvas_advance`."""
+    tokens: list[int]
+    confidence: list[float]
+    after: list[int]
+    """State behind the step."""
+
+    @property
+    def decides(self) -> bool:
+        """False: it found no slot, and only the block before has been written; or no room for what is masked."""
+        return any(self.flags)
+
+
 class AheadRunner:
     """Implements `worker.engine.ports.Forward`."""
 
@@ -184,6 +206,8 @@ class AheadRunner:
         self._seats: dict[str, int] = {}
         self._pages: dict[str, tuple[int, ...]] = {}
         self._flight: _Flight | None = None
+        self._unasked: dict[str, _RowAnswer] = {}
+        """By request: what is decided of rows that sit out, for when they are asked for."""
         self._pace = 1.0
         self._adapted = False
         """Some of the rows that are led run under adapters."""
@@ -244,21 +268,34 @@ class AheadRunner:
         decision = Decision([[]] * rows, [[]] * rows, [[]] * rows, [None] * rows)
         states = self._states(plan)
         own = [index for index, state in enumerate(states) if state is not None][: self._sizes[-1]]
-        flight, kept = self._flight, set[int]()
-        if flight is not None:
-            kept = {index for index in own if self._agrees(flight, plan.rows[index], states[index] or [])}
+        flight, kept, back = self._flight, set[int](), dict[int, _RowAnswer]()
+        for index in own:
+            row, state = plan.rows[index], states[index] or []
+            name = row.request_id
+            if flight is not None and self._agrees(row, state, flight.asked.get(name), flight.pages.get(name, ())):
+                kept.add(index)
+            elif (answer := self._unasked.get(name)) and self._agrees(row, state, answer.asked, answer.pages):
+                back[index] = answer
         # First, for it may fail for want of memory, and nothing has changed then.
         self._run_others(plan, set(own), kept, decision)
-        self._seat(plan, own, kept, states)
+        put = {index: back[index].after if index in back else states[index] or [] for index in own if index not in kept}
+        self._seat(plan, own, put)
         self._adapted = any(plan.rows[index].lora for index in own)
-        fresh = {plan.rows[i].request_id: states[i] or [] for i in own if i not in kept}
-        following = self._launch(fresh, flight)
-        if own and not kept:
-            # Nothing of what is under way is asked for: the step that was just launched is the one to wait for.
+        following = self._launch({plan.rows[index].request_id: state for index, state in put.items()}, flight)
+        sitting = plan.running - {row.request_id for row in plan.rows}
+        self._unasked = {name: answer for name, answer in self._unasked.items() if name in sitting}
+        answers: dict[str, _RowAnswer] = {}
+        if flight is not None and (kept or not sitting.isdisjoint(flight.asked)):
+            answers = self._read(flight, following)
+            self._unasked |= {name: answers[name] for name in sitting & answers.keys() if answers[name].decides}
+        if following is not None and not kept and not back:
+            # Nothing that is decided is asked for: the step that was just launched is the one to wait for.
             flight, kept = following, set(own)
             following = self._launch({}, flight)
-        if flight is not None and following is not None:
-            self._read(flight, following, plan, own, kept, decision)
+            answers = self._read(flight, following)
+        for index in own:
+            row = plan.rows[index]
+            self._tell(index, row, answers[row.request_id] if index in kept else back.get(index), decision)
         self._flight = following
         self.asked += len(own)
         self.postponed += len(decision.postponed)
@@ -271,12 +308,12 @@ class AheadRunner:
         bank.bring(row.lora for row in plan.rows)
         return [canvas_state(row, self._layout, bank.find(row.lora) if row.lora else None) for row in plan.rows]
 
-    def _agrees(self, flight: _Flight, row: Row, state: list[int]) -> bool:
-        """Tell whether the step under way is the one that a row asks for."""
-        if flight.asked.get(row.request_id) != state or self._lead(row) not in (0, self._layout.block):
+    def _agrees(self, row: Row, state: list[int], asked: list[int] | None, pages: tuple[int, ...]) -> bool:
+        """Tell whether a step on such pages, asked for such a state, is the one that a row asks for."""
+        if asked != state or self._lead(row) not in (0, self._layout.block):
             return False
         needed = -(-row.visible_end[-1] // self._layout.page_size)
-        return flight.pages[row.request_id][:needed] == row.pages[:needed]
+        return pages[:needed] == row.pages[:needed]
 
     def _lead(self, row: Row) -> int:
         """Return how many positions before its canvas a row asks for."""
@@ -310,8 +347,8 @@ class AheadRunner:
 
     # --- the rows on the device
 
-    def _seat(self, plan: Plan, own: list[int], kept: set[int], states: list[list[int] | None]) -> None:
-        """Let rows leave, come, and learn of new pages."""
+    def _seat(self, plan: Plan, own: list[int], put: Mapping[int, list[int]]) -> None:
+        """Let rows leave, come, and learn of new pages; `put` are the states of those that do not go on."""
         graphs, layout = self._graphs, self._layout
         present = {plan.rows[index].request_id for index in own}
         for request_id in [request_id for request_id in self._seats if request_id not in present]:
@@ -321,12 +358,12 @@ class AheadRunner:
         for index in own:
             row = plan.rows[index]
             pages, request_id = row.pages[: layout.pages], row.request_id
-            if index not in kept:
+            if index in put:
                 seat = self._seats.get(request_id)
                 if seat is None:
                     seat = free.pop()
                 table = [*pages, *[layout.scratch] * (layout.pages - len(pages))]
-                graphs.put(seat, [*(states[index] or []), *table])
+                graphs.put(seat, [*put[index], *table])
                 self._seats[request_id] = seat
             elif pages != self._pages[request_id]:
                 graphs.renumber(self._seats[request_id], pages)
@@ -374,44 +411,42 @@ class AheadRunner:
         rooms = self._room[size]
         return slots, rooms[-1] if self._crowded else at_least(rooms, need.room(slots, self._layout.block))
 
-    def _read(
-        self, flight: _Flight, following: _Flight, plan: Plan, own: list[int], kept: set[int], decision: Decision
-    ) -> None:
-        """Wait for a step and tell what it decided; note what the step behind it was asked for."""
+    def _read(self, flight: _Flight, following: _Flight | None) -> dict[str, _RowAnswer]:
+        """Wait for a step and return what it decided, by request; note what the step behind it was asked for."""
         values = flight.answer.read()
         self.last = len(values), flight.slots, flight.room
         flags, tokens = values[:, :2].unbind(1)
         confidence = values[:, 2].contiguous().view(torch.float32)
-        columns = (flags.tolist(), tokens.tolist(), confidence.tolist())
-        after: list[list[int]] = flight.answer.after.tolist()
-        for request_id in following.seats:
-            if request_id not in following.asked and request_id in flight.seats:
-                following.asked[request_id] = after[flight.seats[request_id]]
-        self._crowded = False
-        accepted = decided = 0
-        for index in own:
-            row = plan.rows[index]
-            lead = self._lead(row)
-            if index not in kept:
-                written = row.start + lead if lead not in (0, self._layout.block) else None
-                decision.postponed[index] = written
-                continue
-            seat = flight.seats[row.request_id]
-            flag = columns[0][seat]
-            if not any(flag):
-                # No slot: the block before has been written, and that was all. Or no room for what is masked.
-                self._crowded = self._crowded or lead == 0
-                decision.postponed[index] = row.start + lead if lead else None
-                continue
-            decision.accepted[index] = [each == 1 for each in flag]
-            decision.tokens[index] = columns[1][seat]
-            decision.confidence[index] = columns[2][seat]
-            if any(each == 2 for each in flag):
-                decision.failed[index] = "the model's logits are not finite"
-            accepted += sum(decision.accepted[index])
-            decided += 1
+        columns = flags.tolist(), tokens.tolist(), confidence.tolist(), flight.answer.after.tolist()
+        answers: dict[str, _RowAnswer] = {}
+        for name, asked in flight.asked.items():
+            answers[name] = _RowAnswer(asked, flight.pages[name], *(each[flight.seats[name]] for each in columns))
+        if following is not None:
+            for name in following.seats.keys() - following.asked.keys():
+                following.asked[name] = answers[name].after
+        decided = [answer for answer in answers.values() if answer.decides]
         if decided:
-            self._pace += _FRESH_SHARE * (accepted / decided - self._pace)
+            accepted = sum(answer.flags.count(1) for answer in decided)
+            self._pace += _FRESH_SHARE * (accepted / len(decided) - self._pace)
+        self._crowded = any(
+            answer.asked[Field.LIVE] and not answer.asked[Field.COMMIT] and not answer.decides
+            for answer in answers.values()
+        )
+        return answers
+
+    def _tell(self, index: int, row: Row, answer: _RowAnswer | None, decision: Decision) -> None:
+        """Note what was decided of a row of the plan; None: it was only put there, behind what stands before it."""
+        lead = self._lead(row)
+        if answer is None:
+            decision.postponed[index] = row.start + lead if lead not in (0, self._layout.block) else None
+        elif not answer.decides:
+            decision.postponed[index] = row.start + lead if lead else None
+        else:
+            decision.accepted[index] = [flag == 1 for flag in answer.flags]
+            decision.tokens[index] = answer.tokens
+            decision.confidence[index] = answer.confidence
+            if 2 in answer.flags:
+                decision.failed[index] = "the model's logits are not finite"
 
 
 def make_graphs(runner: Runner, max_rows: int) -> StepGraphs:

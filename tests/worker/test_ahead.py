@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kernels.canvas import Field
 from shared.commands import Generate, Limits, LogitEdits, Preview, Sampling
 from shared.decoding import Decoding, Factor, LowConfidenceDynamic, LowConfidenceStatic, Sequential, Threshold
 from shared.events import Delta, Failed, Finished
@@ -131,13 +132,14 @@ def waves_of(requests: Sequence[Generate], draw: random.Random) -> list[list[Gen
     return waves
 
 
+@pytest.mark.parametrize("budget", [32, 64])
 @pytest.mark.parametrize("offer", OFFERS)
 @pytest.mark.parametrize("seed", range(4))
-def test_a_mixed_load_gets_the_tokens_of_the_plain_runner(model, offer, seed):
+def test_a_mixed_load_gets_the_tokens_of_the_plain_runner(model, offer, seed, budget):
     draw = random.Random(seed)
     waves = waves_of([a_request(number, draw) for number in range(14)], draw)
     plain = make_engine(model, Runner(model, 96, PAGE, DEVICE), 96, 6, ahead=False)
-    ahead = make_engine(model, make_ahead(model, 96, 6, offer), 96, 6)
+    ahead = make_engine(model, make_ahead(model, 96, 6, offer), 96, 6, budget)
     assert run(ahead, waves) == run(plain, waves)
 
 
@@ -181,6 +183,46 @@ def test_rows_that_share_too_small_a_budget_all_come_to_an_end(model, budget):
     requests = [a_request(number, draw, LowConfidenceStatic(steps=2)) for number in range(12)]
     plain = run(make_engine(model, Runner(model, 96, PAGE, DEVICE), 96, 12, ahead=False), [requests])
     assert run(make_engine(model, make_ahead(model, 96, 12), 96, 12, budget), [requests]) == plain
+
+
+@pytest.mark.parametrize("fit", [4, 5, 6, 7])
+def test_of_rows_that_take_turns_every_step_that_the_device_runs_decides_something(model, fit):
+    runner = Runner(model, 96, PAGE, DEVICE)
+    graphs = make_graphs(runner, 8)
+    counts, original = Counter[str](), graphs.launch
+
+    def launch(rows: int, slots: int = 0, room: int | None = None, adapted: bool = False):
+        counts["steps of a row"] += int((graphs.state[:rows, Field.LIVE] != 0).sum())
+        return original(rows, slots, room, adapted)
+
+    graphs.launch = launch
+    forward = AheadRunner(runner, graphs, bucket_sizes(8), OFFERS["a slot for each"])
+
+    def watched(plan: Plan) -> Decision:
+        decision = forward(plan)
+        counts["plans"] += 1
+        counts["decided"] += len(plan.rows) - len(decision.postponed)
+        return decision
+
+    draw = random.Random(fit)
+    requests = [
+        Generate(
+            id=f"g-{number}",
+            model="tiny",
+            prompt=tuple(draw.randrange(10, VOCAB - 10) for _ in range(BLOCK_LENGTH)),
+            limits=Limits(max_tokens=24, ignore_eos=True),
+            decoding=LowConfidenceStatic(steps=4),
+        )
+        for number in range(8)
+    ]
+    found = run(make_engine(model, watched, 96, 8, budget=fit * BLOCK_LENGTH), [requests])
+    ran = Counter(counts)
+    counts.clear()
+    forward = Runner(model, 96, PAGE, DEVICE)
+    assert run(make_engine(model, watched, 96, 8, budget=fit * BLOCK_LENGTH, ahead=False), [requests]) == found
+    assert ran["steps of a row"] == ran["decided"] == counts["decided"]
+    # Each row is put there once, which takes a place in a plan.
+    assert counts["plans"] <= ran["plans"] <= counts["plans"] + 4
 
 
 def test_rows_in_steady_state_are_never_postponed(model):
