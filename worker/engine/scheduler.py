@@ -94,7 +94,7 @@ class Scheduler:
         """Return the next step's plan and the sequences of its rows, in the same order."""
         self._publish()
         self._grow()
-        self._admit()
+        self._admit(step)
         if self.limits.pages_ahead:
             self._look_ahead()
         pairs = self._rows()
@@ -148,7 +148,7 @@ class Scheduler:
         self.preemptions += 1
         self.add(sequence)
 
-    def _admit(self) -> None:
+    def _admit(self, step: int) -> None:
         while self.waiting and len(self.running) < self.limits.max_rows:
             sequence = self.waiting[0]
             shared = self._share(sequence)
@@ -162,6 +162,8 @@ class Scheduler:
             sequence.hold(shared, pages, self.pool.page_size)
             self.cached_tokens += sequence.cached
             self.waiting.pop(0)
+            # Before those that run, behind those that sit out: short answers that never cease would keep them out.
+            sequence.planned_at = step - 2
             insort(self.running, sequence, key=_age)
 
     def _look_ahead(self) -> None:
