@@ -1,4 +1,4 @@
-"""From a plan to a decision: the only module that runs a model, and the owner of the KV pages."""
+"""From a plan to a decision: runs a model's forward for rows of any kind, and owns the KV pages."""
 
 from collections.abc import Sequence as ReadOnly
 from dataclasses import dataclass, field, fields, replace
