@@ -1,4 +1,4 @@
-"""The operations of a forward. Each module's function is the reference; `OPS` pairs it with its fused twin."""
+"""The operations of a forward. Each module's function is the reference; each `Op` pairs it with its fused twin."""
 
 from kernels.attention import attention as _attention
 from kernels.canvas import canvas_advance as _canvas_advance
@@ -60,35 +60,3 @@ swiglu_fp8 = Op(_swiglu_fp8, twin("fp8", "swiglu_fp8"))
 token_share = Op(_token_share, twin("token_share", "token_share"))
 token_stats = Op(_token_stats, twin("token_stats", "token_stats"))
 unscaled_linear = Op(_unscaled_linear, twin("linear", "unscaled_linear"))
-
-OPS = {
-    "assign": assign,
-    "attention": attention,
-    "canvas_advance": canvas_advance,
-    "canvas_query": canvas_query,
-    "canvas_wanted": canvas_wanted,
-    "experts": experts,
-    "folds": folds,
-    "fp8_linear": fp8_linear,
-    "fp8_product": fp8_product,
-    "gated_linear": gated_linear,
-    "kv_write": kv_write,
-    "linear": linear,
-    "lora": lora,
-    "lora_swiglu": lora_swiglu,
-    "merge_shares": merge_shares,
-    "mix": mix,
-    "rms_norm": rms_norm,
-    "rms_norm_fp8": rms_norm_fp8,
-    "rope": rope,
-    "rope_write": rope_write,
-    "route": route,
-    "router_logits": router_logits,
-    "scaled_gated_linear": scaled_gated_linear,
-    "scaled_linear": scaled_linear,
-    "swiglu": swiglu,
-    "swiglu_fp8": swiglu_fp8,
-    "token_share": token_share,
-    "token_stats": token_stats,
-    "unscaled_linear": unscaled_linear,
-}

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import kernels
-from kernels.dispatch import Op
 from kernels.rope import rope_tables
 
 # bfloat16 keeps 8 bits: half a unit in the last place of values up to about 4, twice.
@@ -58,13 +57,3 @@ def test_swiglu_gates_the_second_half_by_the_first(dtype: torch.dtype) -> None:
 
     expected = gate.double() * gate.double().sigmoid() * up.double()
     assert torch.allclose(gated.double(), expected, atol=TOLERANCE[dtype])
-
-
-def test_the_fused_twin_is_not_called_for_a_tensor_on_the_cpu() -> None:
-    op = Op(reference=lambda x: x + 1, fused=lambda x: x + 2)
-
-    assert op(torch.zeros(())).item() == 1
-
-
-def test_every_op_of_the_table_is_an_attribute_of_its_name() -> None:
-    assert all(getattr(kernels, name) is op for name, op in kernels.OPS.items())
