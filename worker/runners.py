@@ -8,9 +8,10 @@ import torch
 
 from worker.adapters.bank import AdapterBank
 from worker.adapters.stack import Residents
-from worker.ahead import AheadRunner, bucket_sizes, goes_ahead, make_graphs
+from worker.ahead import AheadRunner, bucket_sizes, make_graphs
 from worker.canvas_runner import CanvasRunner
 from worker.engine.ports import Forward
+from worker.leadable import goes_ahead
 from worker.models import LoadedModel
 from worker.models.spec import Commit, ModelSpec
 from worker.runner import Runner

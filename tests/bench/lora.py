@@ -19,9 +19,10 @@ from worker.adapters.bank import AdapterBank
 from worker.adapters.stack import AdapterStack, Uses
 from worker.adapters.targets import find_targets
 from worker.adapters.weights import Adapter, ends_of
-from worker.ahead import canvas_state, make_graphs
+from worker.ahead import make_graphs
 from worker.bundled import bundled_folder
 from worker.engine.plan import Canvas, Row
+from worker.leadable import canvas_state
 from worker.models import LoadedModel, load_model
 from worker.models.layers import Decoder, ForwardContext, Linear, LowRank
 from worker.models.qwen import name_slots

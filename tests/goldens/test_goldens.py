@@ -16,11 +16,12 @@ from tests.goldens.folder import AHEAD, Entry, GoldenFolder, find_folders
 from tests.goldens.passes import Pass, run_pass, to_passes
 from tests.goldens.runs import Run, replay
 from tests.worker.texts import NoText
-from worker.ahead import AheadRunner, goes_ahead, make_graphs
+from worker.ahead import AheadRunner, make_graphs
 from worker.engine.engine import Engine
 from worker.engine.plan import Plan
 from worker.engine.ports import Arrival, Decision, Forward, Inbox, Resume
 from worker.engine.scheduler import BatchLimits, CacheShape
+from worker.leadable import goes_ahead
 from worker.runner import Runner
 
 # How a family's entries become requests.

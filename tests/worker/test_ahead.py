@@ -16,12 +16,13 @@ from shared.decoding import Decoding, Factor, LowConfidenceDynamic, LowConfidenc
 from shared.events import Delta, Failed, Finished
 from tests.fleet.models import BLOCK_LENGTH, VOCAB, write_tiny_model
 from tests.worker.texts import NoText
-from worker.ahead import AheadRunner, bucket_sizes, goes_ahead, make_graphs
+from worker.ahead import AheadRunner, bucket_sizes, make_graphs
 from worker.engine.engine import Engine
 from worker.engine.plan import Canvas, Plan, Row
 from worker.engine.ports import Arrival, Decision, Forward, Inbox
 from worker.engine.scheduler import BatchLimits, CacheShape
 from worker.foresight import Offer
+from worker.leadable import goes_ahead
 from worker.models import LoadedModel, load_model
 from worker.models.spec import Attention, Commit
 from worker.runner import Runner
