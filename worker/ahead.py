@@ -207,12 +207,12 @@ class AheadRunner:
 
     def _agrees(self, row: Row, state: list[int], asked: list[int] | None, pages: tuple[int, ...]) -> bool:
         """Tell whether a step on such pages, asked for such a state, is the one that a row asks for."""
-        if asked != state or self._lead(row) not in (0, self._layout.block):
+        if asked != state or self._before(row) not in (0, self._layout.block):
             return False
         needed = -(-row.visible_end[-1] // self._layout.page_size)
         return pages[:needed] == row.pages[:needed]
 
-    def _lead(self, row: Row) -> int:
+    def _before(self, row: Row) -> int:
         """Return how many positions before its canvas a row asks for."""
         return 0 if row.canvas is None else row.canvas.start - row.start
 
@@ -220,12 +220,12 @@ class AheadRunner:
         """Run the rows that the device does not lead, and of those that it will lead what stands before their block."""
         others: list[tuple[int, Row]] = []
         for index, row in enumerate(plan.rows):
-            lead = self._lead(row)
+            before = self._before(row)
             if index not in own:
                 others.append((index, row))
-            elif index not in kept and lead not in (0, self._layout.block):
-                ends = row.visible_end[:lead]
-                others.append((index, replace(row, token_ids=row.token_ids[:lead], visible_end=ends, canvas=None)))
+            elif index not in kept and before not in (0, self._layout.block):
+                ends = row.visible_end[:before]
+                others.append((index, replace(row, token_ids=row.token_ids[:before], visible_end=ends, canvas=None)))
         if not others:
             return
         found = self._runner(Plan(tuple(row for _, row in others), plan.running))
@@ -333,11 +333,11 @@ class AheadRunner:
 
     def _tell(self, index: int, row: Row, answer: _RowAnswer | None, decision: Decision) -> None:
         """Note what was decided of a row of the plan; None: it was only put there, behind what stands before it."""
-        lead = self._lead(row)
+        before = self._before(row)
         if answer is None:
-            decision.postponed[index] = row.start + lead if lead not in (0, self._layout.block) else None
+            decision.postponed[index] = row.start + before if before not in (0, self._layout.block) else None
         elif not answer.decides:
-            decision.postponed[index] = row.start + lead if lead else None
+            decision.postponed[index] = row.start + before if before else None
         else:
             decision.accepted[index] = [flag == 1 for flag in answer.flags]
             decision.tokens[index] = answer.tokens

@@ -11,6 +11,10 @@ from math import ceil, sqrt
 
 from kernels.canvas import Field, Rule
 
+WHOLE = 256
+"""Positions up to which a step does all of its last layer and its head: less would not be faster, for their weights are
+read anyway."""
+
 _EXACT = (Rule.STATIC, Rule.SEQUENTIAL)
 
 
@@ -21,8 +25,8 @@ class Offer:
     slots: tuple[float, ...] = (0, 1 / 8, 1 / 4, 1 / 2, 1)
     room: tuple[float, ...] = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
     """There is always one with room for all."""
-    whole: int = 256
-    """Positions up to which all get room: fewer would not make the head faster, which reads its weights anyway."""
+    whole: int = WHOLE
+    """Positions up to which all get room."""
 
     def slots_of(self, rows: int) -> list[int]:
         return sorted({ceil(share * rows) for share in self.slots})

@@ -23,14 +23,12 @@ from kernels.attention import AttentionPlan, RowGroup, plan_attention
 from kernels.canvas import Field, Layout, Query
 from kernels.token_stats import Noise
 from worker.adapters.bank import AdapterBank
+from worker.foresight import WHOLE
 from worker.models import LoadedModel
 from worker.models.layers import Decoder, ForwardContext, LowRank, Pages
 from worker.parallel.proposing import propose, share_of
 
 Captured = TypeVar("Captured")
-
-_WHOLE = 256
-"""Positions up to which the layers do all of the last one: less of it would not be faster, as it reads its weights."""
 
 _KEPT_ANSWERS = 4
 """Answers that may be waiting to be read; a step's own is overwritten that many steps later."""
@@ -92,7 +90,7 @@ class StepGraphs:
         self._gathered: Tensor | None = None
         """Where it is kept, `_hidden` is the residual stream beside it; see `Decoder.begin`."""
         # Adapters are assigned to all positions, and what ranks exchange in each half of a step stays as it is.
-        if isinstance(model.module, Decoder) and bank is None and positions > _WHOLE:
+        if isinstance(model.module, Decoder) and bank is None and positions > WHOLE:
             *_, last = model.module.layers
             if last.peers is None:
                 gathered = (positions, last.attention.out.weight.shape[1])
@@ -227,7 +225,7 @@ class StepGraphs:
         lora = self._lora(query) if adapted else None
         context = ForwardContext(self._plan(rows, slots, query), query.positions, self._kv, lora=lora)
         positions, module = rows * self.layout.block, self._model.module
-        if self._gathered is not None and positions > _WHOLE:
+        if self._gathered is not None and positions > WHOLE:
             assert isinstance(module, Decoder)
             gathered, hidden = module.begin(query.token_ids, context)
             torch.index_select(gathered, 0, query.own, out=self._gathered[:positions])
@@ -273,7 +271,7 @@ class StepGraphs:
     def _finish(self, rows: int, sources: Tensor) -> Tensor:
         """Return the hidden states of some of the rows' positions, [sources, hidden]."""
         positions, module = rows * self.layout.block, self._model.module
-        if self._gathered is None or positions <= _WHOLE:
+        if self._gathered is None or positions <= WHOLE:
             return self._hidden.index_select(0, sources)
         assert isinstance(module, Decoder)
         return module.finish(self._gathered[:positions], self._hidden[:positions], None, sources)

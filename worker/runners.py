@@ -50,11 +50,11 @@ def make_runner(
     if not ahead:
         return runner
     graphs = make_graphs(runner, max_rows)
-    leader = AheadRunner(runner, graphs, bucket_sizes(max_rows))
+    ahead_runner = AheadRunner(runner, graphs, bucket_sizes(max_rows))
     began = time.perf_counter()
 
     def progress(done: int, of: int) -> None:
         log.info("captured %d of %d steps, %.1f s", done, of, time.perf_counter() - began)
 
-    leader.capture(progress)
-    return leader
+    ahead_runner.capture(progress)
+    return ahead_runner

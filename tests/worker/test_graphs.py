@@ -122,7 +122,7 @@ def _decode_together(
 @pytest.fixture(params=[False, True], ids=["last layer whole", "last layer with the head"])
 def last_layer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param:
-        monkeypatch.setattr("worker.graphs._WHOLE", 0)
+        monkeypatch.setattr("worker.graphs.WHOLE", 0)
 
 
 @pytest.mark.usefixtures("last_layer")
