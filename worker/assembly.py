@@ -1,5 +1,6 @@
 """From settings to an engine on a device: what the service and the in-process loop have in common."""
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,6 +38,8 @@ from worker.price_book import PriceBook, alone, kind_of
 from worker.runners import make_runner, runs_ahead
 from worker.settings import WorkerSettings
 from worker.step_prices import clock_for
+
+log = logging.getLogger(__name__)
 
 _MIB = 2**20
 _CPU_CACHE_MIB = 256
@@ -79,6 +82,15 @@ def assemble(settings: WorkerSettings, lost: Lost = end_process, redis: Redis | 
         raise
 
 
+def _tell_of_turns(limits: BatchLimits, block: int) -> None:
+    """Say so if beside a prompt not all rows fit into a step."""
+    if 4 * limits.max_rows * block > 3 * limits.token_budget:
+        log.info(
+            "token_budget %d: beside a prompt, steps hold %d of up to %d rows of %d positions, which then take turns",
+            *(limits.token_budget, limits.token_budget * 3 // 4 // block, limits.max_rows, block),
+        )
+
+
 def _assemble(
     settings: WorkerSettings, placement: Placement, model: LoadedModel, group: Leader | None, redis: Redis | None
 ) -> Assembly:
@@ -99,6 +111,7 @@ def _assemble(
         settings.token_budget,
         pages_ahead=runs_ahead(model.spec, placement.device, settings.step_ahead),
     )
+    _tell_of_turns(limits, model.spec.block_length)
     targets = find_targets(model) if settings.model_store is not None else {}
     adapters = _adapter_store(settings, targets, placement)
     bank = _adapter_bank(settings, targets, adapters, model) if limits.pages_ahead else None

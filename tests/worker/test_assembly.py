@@ -54,6 +54,16 @@ def test_a_cache_without_room_for_a_page_is_refused(spec: ModelSpec) -> None:
         cache_shape(WorkerSettings(kv_cache_mb=1, page_size=4096), spec, CPU)
 
 
+@pytest.mark.parametrize(("max_rows", "told"), [(24, ""), (25, "steps hold 24 of up to 25 rows of 4 positions")])
+def test_rows_that_will_have_to_take_turns_are_told_of_at_start(
+    folder: Path, caplog: pytest.LogCaptureFixture, max_rows: int, told: str
+) -> None:
+    with caplog.at_level("INFO", logger="worker.assembly"):
+        assemble(WorkerSettings(model=str(folder), threads=1, max_rows=max_rows, token_budget=128))
+    assert told in caplog.text
+    assert bool(caplog.text) == bool(told)
+
+
 def test_the_card_promises_no_longer_requests_than_the_cache_holds(folder: Path) -> None:
     whole = assemble(WorkerSettings(model=str(folder), threads=1)).card
     small = assemble(WorkerSettings(model=str(folder), threads=1, num_pages=3)).card
