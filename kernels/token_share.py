@@ -48,13 +48,13 @@ def token_share(
 ) -> Tensor:
     """Return [len(Part), n] float32 of the logits [n, share] of ids [first, first + share).
 
-    `barred` [share] is of these ids; all else is as in `kernels.token_stats`, ids of `forbidden` being those of the
-    whole vocabulary.
+    `barred` [share] is of these ids, and so are those of `forbidden`, which are counted from `first`; all else is as in
+    `kernels.token_stats`.
     """
     rows, share = logits.shape
     z = logits.float()
     if forbidden is not None:
-        z = strike(z, forbidden, first)
+        z = z.index_put(forbidden, z.new_full((), float("-inf")))
     choice = z if temperature is None else z / temperature[:, None]
     z = choice if ranking is None else z / ranking[:, None]
     parts = z.new_zeros((len(Part), rows))
@@ -115,10 +115,3 @@ def merge_shares(parts: Tensor, *, entropy: bool = False, margin: bool = False) 
         margin=gap.where(finite, 0.0),
         finite=finite,
     )
-
-
-def strike(z: Tensor, forbidden: tuple[Tensor, Tensor], first: int) -> Tensor:
-    """Return z [n, share] without those of the (rows, ids) that are among ids [first, first + share)."""
-    rows, ids = forbidden
-    inside = (ids >= first) & (ids < first + z.shape[1])
-    return z.index_put((rows[inside], ids[inside] - first), z.new_tensor(float("-inf")))

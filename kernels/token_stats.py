@@ -78,7 +78,7 @@ def token_stats(
     """
     z = logits.float()
     if forbidden is not None:
-        z = z.index_put(forbidden, z.new_tensor(float("-inf")))
+        z = z.index_put(forbidden, z.new_full((), float("-inf")))
     choice = z if temperature is None else z / temperature[:, None]
     z = choice if ranking is None else z / ranking[:, None]
     total = z.logsumexp(-1)

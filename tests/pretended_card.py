@@ -5,9 +5,11 @@ What an accelerator refuses is refused here, on a machine that has none: an oper
 values are real, so that whole requests run. Operations have their references: twins are for CUDA alone.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -15,10 +17,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from kernels.attention import upload as upload_by_itself
+
 CARD = torch.device("meta")
 """The only other device of which every build of torch knows how to be asked for tensors."""
 
 _TO_HOST = {"_local_scalar_dense", "equal", "is_nonzero"}
+_UNKNOWN_SIZE = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive"}
 _INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_"}
 
 
@@ -31,6 +36,44 @@ def pretended_card() -> Iterator[None]:
     """Let `CARD` be a device with memory of its own."""
     with _Asked(), _Dispatched():
         yield
+
+
+_waits: list[str] = []
+_uploading = False
+
+
+@contextmanager
+def counted_waits() -> Iterator[list[str]]:
+    """Within `pretended_card`, tell by name of all that the host would wait with for what runs on a card: results that
+    it reads, sizes that it has to know, and copies from memory of its own that may be swapped out; `upload` pins it."""
+
+    def uploading(values: Tensor, device: torch.device) -> Tensor:
+        global _uploading
+        _uploading = True
+        try:
+            return upload_by_itself(values, device)
+        finally:
+            _uploading = False
+
+    with ExitStack() as patches:
+        for module in [*sys.modules.values()]:
+            if vars(module).get("upload") is upload_by_itself:
+                patches.enter_context(patch.object(module, "upload", uploading))
+        _waits.clear()
+        yield _waits
+
+
+def _waits_with(name: str, args: Any, tensors: Sequence[Tensor], away: Sequence[Tensor], stays: bool) -> bool:
+    if name in _TO_HOST or name in _UNKNOWN_SIZE:
+        return bool(away)
+    if name in _INDEXED:
+        indexes = [each for each in args[1] if each is not None]
+        return bool(away) and any(each.dtype == torch.bool or not isinstance(each, _OnCard) for each in indexes)
+    if name == "repeat_interleave":
+        return bool(away)
+    if name == "copy_":
+        return len({isinstance(each, _OnCard) for each in tensors}) > 1 and all(each.dim() for each in tensors)
+    return bool(tensors) and stays != bool(away)
 
 
 class _OnCard(Tensor):
@@ -80,6 +123,7 @@ class _Asked(TorchFunctionMode):
         if on_card and func is Tensor.new_tensor:
             return args[0].held.new_tensor(*args[1:], **kwargs).to(kwargs.get("device", CARD))
         if on_card and func is Tensor.tolist:
+            _waits.append("tolist")
             return args[0].held.tolist()
         if on_card and func in (Tensor.__getitem__, Tensor.__setitem__):
             tensor, index, *values = args
@@ -118,6 +162,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if (device := kwargs.get("device")) is not None:
         stays = torch.device(device).type == CARD.type
         kwargs = kwargs | {"device": torch.device("cpu") if stays else device}
+    if not _uploading and _waits_with(name, args, tensors, away, stays):
+        _waits.append(name)
     own_args, own_kwargs = tree_map(lambda leaf: leaf.held if isinstance(leaf, _OnCard) else leaf, (args, kwargs))
     found = func(*own_args, **own_kwargs)
     if func._schema.is_mutable and found is own_args[0]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels.attention import plan_attention
+from kernels.attention import plan_attention, upload
 from shared.decoding import Renoise
 from worker.adapters.sides import Sides, of_text
 from worker.adapters.stack import AdapterStack, Residents, Uses
@@ -203,4 +203,4 @@ class CanvasRunner:
         return after
 
     def _integers(self, values: ReadOnly[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+        return upload(torch.tensor(values, dtype=torch.int64), self._device)

@@ -23,6 +23,7 @@ from kernels.attention import AttentionPlan, RowGroup, plan_attention
 from kernels.canvas import Field, Layout, Query
 from kernels.token_stats import Noise
 from worker.adapters.bank import AdapterBank
+from worker.draws import Draws
 from worker.foresight import WHOLE
 from worker.models import LoadedModel
 from worker.models.layers import Decoder, ForwardContext, LowRank, Pages
@@ -251,10 +252,12 @@ class StepGraphs:
         found = propose(
             self._model.module,
             self._finish(rows, wanted.sources),
-            wanted.temperature,
+            Draws(
+                temperature=wanted.temperature,
+                noise=Noise(None, seed, position, step, drawn != 0),
+                ranking=self._plain[:room],
+            ),
             self._barred,
-            noise=Noise(None, seed, position, step, drawn != 0),
-            ranking=self._plain[:room],
         )
         return kernels.canvas_advance(
             state,

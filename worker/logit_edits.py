@@ -5,6 +5,7 @@ from collections.abc import Sequence as ReadOnly
 import torch
 from torch import Tensor
 
+from kernels.attention import upload
 from worker.engine.plan import Canvas
 
 
@@ -18,11 +19,11 @@ def edit_logits(logits: Tensor, canvases: ReadOnly[Canvas]) -> Tensor:
         return logits
     rows, ids, divisors, shifts = zip(*wanted, strict=True)
     places = (
-        torch.tensor(rows, dtype=torch.int64, device=logits.device),
-        torch.tensor(ids, dtype=torch.int64, device=logits.device),
+        upload(torch.tensor(rows, dtype=torch.int64), logits.device),
+        upload(torch.tensor(ids, dtype=torch.int64), logits.device),
     )
-    divisor = torch.tensor(divisors, dtype=torch.float32, device=logits.device)
-    shift = torch.tensor(shifts, dtype=torch.float32, device=logits.device)
+    divisor = upload(torch.tensor(divisors, dtype=torch.float32), logits.device)
+    shift = upload(torch.tensor(shifts, dtype=torch.float32), logits.device)
     z = logits.float()
     own = z[places]
     return z.index_put(places, torch.where(own > 0, own / divisor, own * divisor) + shift)

@@ -5,6 +5,7 @@ from collections.abc import Sequence as ReadOnly
 import torch
 from torch import Tensor
 
+from kernels.attention import upload
 from kernels.top_logprobs import top_logprobs
 from shared.events import TokenLogprob
 from worker.engine.plan import Canvas
@@ -16,7 +17,7 @@ def report(logits: Tensor, token: Tensor, canvases: ReadOnly[Canvas], barred: Te
     if not rows:
         return {}
     counts = [canvases[row].logprobs or 0 for row in rows]
-    index = torch.tensor(rows, dtype=torch.int64, device=logits.device)
+    index = upload(torch.tensor(rows, dtype=torch.int64), logits.device)
     found = top_logprobs(logits[index], token[index], max(counts), barred)
     columns = (found.logprob.tolist(), found.ids.tolist(), found.logprobs.tolist())
     return {

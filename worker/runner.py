@@ -3,7 +3,6 @@
 from collections.abc import Sequence as ReadOnly
 from dataclasses import dataclass, field, fields, replace
 from itertools import compress, groupby
-from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from worker.constraints.filling import Filling, Shown
 from worker.decoding import decide, needs_entropy, needs_margin
 from worker.decoding.stops_last import rank_without
 from worker.decoding.types import BlockView, Draw, TokenStats, draw_position
+from worker.draws import Draws
 from worker.engine.plan import Canvas, Plan, Row
 from worker.engine.ports import Decision
 from worker.logit_edits import edit_logits
@@ -136,17 +136,27 @@ class Runner:
     ) -> Proposals:
         if self.model.lead is None or not canvases.needs_no_logits(start, end):
             return self._rank(self._logits(hidden, canvases, start, end), canvases, start, entropy, margin)
-        draws = self._draws(canvases, start, end)
-        self.model.lead.tell(propose_message(start, end, entropy, margin, **draws))
-        return propose(self._module, hidden[start:end], barred=self.barred, entropy=entropy, margin=margin, **draws)
+        draws = canvases.draws(start, end)
+        self.model.lead.tell(propose_message(start, end, draws, entropy, margin))
+        return propose(self._module, hidden[start:end], draws, self.barred, entropy=entropy, margin=margin)
 
     def _rank(self, logits: Tensor, canvases: "_Canvases", start: int, entropy: bool, margin: bool) -> Proposals:
         """Return proposals for the wanted positions from `start` on, by their logits [n, vocab]."""
-        draws = self._draws(canvases, start, start + logits.shape[0])
+        draws = canvases.draws(start, start + logits.shape[0]).on(self._device)
         owners = canvases.owners[start : start + logits.shape[0]]
         members = [canvases.members[owner] for owner in owners]
         own, logits = logits, edit_logits(logits, members)
-        found = kernels.token_stats(logits, barred=self.barred, entropy=entropy, margin=margin, **draws)
+        found = kernels.token_stats(
+            logits,
+            draws.temperature,
+            self.barred,
+            draws.forbidden,
+            draws.filters,
+            draws.noise,
+            draws.ranking,
+            entropy=entropy,
+            margin=margin,
+        )
         logprobs = report(own, found.token, members, self.barred)
         canvases.logprobs.update({start + row: logprob for row, logprob in logprobs.items()})
         canvases.show(owners, logits, own, found.token, self.barred)
@@ -156,7 +166,7 @@ class Runner:
         struck = [(place, token) for place, i in enumerate(rows) for token in members[i].stop_token_ids]
         places, ids = zip(*struck, strict=True)
         index = self._integers(rows)
-        warm = draws.get("ranking", draws.get("temperature"))
+        warm = draws.temperature if draws.ranking is None else draws.ranking
         z = logits[index] if warm is None else logits[index] / warm[index][:, None]
         ranked = rank_without(z, found.token[index], (self._integers(places), self._integers(ids)))
         return replace(found, confidence=found.confidence.index_copy(0, index, ranked))
@@ -180,47 +190,6 @@ class Runner:
         if isinstance(places, range):
             return self._module.logits(hidden[places.start : places.stop])
         return self._module.logits(hidden[self._integers(places)])
-
-    def _draws(self, canvases: "_Canvases", start: int, end: int) -> "_Draws":
-        """Return how the wanted positions [start, end) are drawn, naming only what departs from plain argmax."""
-        owners = canvases.owners[start:end]
-        samplings = [canvas.sampling for canvas in canvases.members]
-        draws: _Draws = {}
-        warmth = [divisor(sampling) for sampling in samplings]
-        if any(value != 1.0 for value in warmth):
-            draws["temperature"] = self._floats([warmth[owner] for owner in owners])
-            ranked = [
-                1.0 if canvas.decoding.confidence == "model" else value
-                for canvas, value in zip(canvases.members, warmth, strict=True)
-            ]
-            if ranked != warmth:
-                draws["ranking"] = self._floats([ranked[owner] for owner in owners])
-        if any(canvas.forbidden for canvas in canvases.members):
-            struck = [(i, token) for i, owner in enumerate(owners) for token in canvases.members[owner].forbidden]
-            rows, ids = zip(*struck, strict=True) if struck else ((), ())
-            draws["forbidden"] = (self._integers(rows), self._integers(ids))
-        cut = [i for i, owner in enumerate(owners) if is_cut(canvases.members[owner])]
-        if cut:
-            of = [samplings[owners[i]] for i in cut]
-            draws["filters"] = Filters(
-                rows=self._integers(cut),
-                top_k=self._integers([sampling.top_k for sampling in of]),
-                top_p=self._floats([sampling.top_p for sampling in of]),
-                min_p=self._floats([sampling.min_p for sampling in of]),
-                ranks=torch.tensor(
-                    [canvases.members[owners[i]].decoding.confidence == "filtered" for i in cut], device=self._device
-                ),
-            )
-        drawn = [i for i, owner in enumerate(owners) if not is_greedy(samplings[owner])]
-        if drawn:
-            members = [canvases.members[owners[i]] for i in drawn]
-            draws["noise"] = Noise(
-                rows=self._integers(drawn),
-                seed=self._integers([canvas.sampling.seed for canvas in members]),
-                position=self._integers([canvases.positions[start + i] for i in drawn]),
-                step=self._integers([canvas.step for canvas in members]),
-            )
-        return draws
 
     def _decide(self, canvases: "_Canvases", proposals: Proposals, decision: Decision) -> None:
         """Fill in the rows of `decision` that have a canvas."""
@@ -258,7 +227,7 @@ class Runner:
         )
         last = None
         if any(canvas.last for canvas in members):
-            last = torch.tensor([canvas.last for canvas in members], device=self._device)
+            last = upload(torch.tensor([canvas.last for canvas in members]), self._device)
         filling = canvases.filling
         filling.replace(stats, view)
         accepted = decide(stats, view, [canvas.decoding for canvas in members], last, self.filler_ids, self._draw)
@@ -281,20 +250,10 @@ class Runner:
         decision.logprobs.update({canvases.rows[number]: told for number, told in filling.logprobs.items()})
 
     def _integers(self, values: ReadOnly[int] | ReadOnly[ReadOnly[int]]) -> Tensor:
-        return upload(torch.tensor(values, dtype=torch.int64), self._device)
+        return upload(_integers(values), self._device)
 
     def _floats(self, values: ReadOnly[float]) -> Tensor:
-        return upload(torch.tensor(values, dtype=torch.float32), self._device)
-
-
-class _Draws(TypedDict, total=False):
-    """Arguments of `token_stats` that a step may need."""
-
-    temperature: Tensor
-    ranking: Tensor
-    forbidden: tuple[Tensor, Tensor]
-    filters: Filters
-    noise: Noise
+        return upload(_floats(values), self._device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,6 +297,45 @@ class _Canvases:
             else:
                 found.extend(range(first, min(first + most, stop)) for first in range(start, stop, most))
         return found
+
+    def draws(self, start: int, end: int) -> Draws:
+        """Return what the wanted positions [start, end) are drawn with, on the host: what departs from plain argmax."""
+        owners = self.owners[start:end]
+        samplings = [canvas.sampling for canvas in self.members]
+        temperature = ranking = forbidden = filters = noise = None
+        warmth = [divisor(sampling) for sampling in samplings]
+        if any(value != 1.0 for value in warmth):
+            temperature = _floats([warmth[owner] for owner in owners])
+            ranked = [
+                1.0 if canvas.decoding.confidence == "model" else value
+                for canvas, value in zip(self.members, warmth, strict=True)
+            ]
+            if ranked != warmth:
+                ranking = _floats([ranked[owner] for owner in owners])
+        if any(canvas.forbidden for canvas in self.members):
+            struck = [(i, token) for i, owner in enumerate(owners) for token in self.members[owner].forbidden]
+            rows, ids = zip(*struck, strict=True) if struck else ((), ())
+            forbidden = _integers(rows), _integers(ids)
+        cut = [i for i, owner in enumerate(owners) if is_cut(self.members[owner])]
+        if cut:
+            of = [samplings[owners[i]] for i in cut]
+            filters = Filters(
+                rows=_integers(cut),
+                top_k=_integers([sampling.top_k for sampling in of]),
+                top_p=_floats([sampling.top_p for sampling in of]),
+                min_p=_floats([sampling.min_p for sampling in of]),
+                ranks=torch.tensor([self.members[owners[i]].decoding.confidence == "filtered" for i in cut]),
+            )
+        drawn = [i for i, owner in enumerate(owners) if not is_greedy(samplings[owner])]
+        if drawn:
+            members = [self.members[owners[i]] for i in drawn]
+            noise = Noise(
+                rows=_integers(drawn),
+                seed=_integers([canvas.sampling.seed for canvas in members]),
+                position=_integers([self.positions[start + i] for i in drawn]),
+                step=_integers([canvas.step for canvas in members]),
+            )
+        return Draws(temperature, forbidden, filters, noise, ranking)
 
     def needs_no_logits(self, start: int, end: int) -> bool:
         """Tell whether statistics are all that the wanted positions [start, end) need of their logits."""
@@ -421,6 +419,14 @@ def divisor(sampling: Sampling) -> float:
 
 def is_greedy(sampling: Sampling) -> bool:
     return sampling.temperature == 0 or sampling.top_k == 1
+
+
+def _integers(values: ReadOnly[int] | ReadOnly[ReadOnly[int]]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def _floats(values: ReadOnly[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32)
 
 
 def _pooled(plan: Plan) -> dict[int, range]:

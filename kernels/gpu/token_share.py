@@ -25,7 +25,7 @@ def token_share(
     entropy: bool = False,
     margin: bool = False,
 ) -> Tensor:
-    rows, share = logits.shape
+    rows = logits.shape[0]
     found = torch.empty((len(Part), rows), dtype=torch.float32, device=logits.device)
     if not rows:
         return found
@@ -35,8 +35,6 @@ def token_share(
         return _tell(logits, first, temperature, barred, noise, ranking, entropy, margin, found)
     # Struck in place and put back, as in `token_stats`.
     at, ids = forbidden
-    inside = (ids >= first) & (ids < first + share)
-    at, ids = at[inside], ids[inside] - first
     kept = logits[at, ids]
     logits[at, ids] = float("-inf")
     try:

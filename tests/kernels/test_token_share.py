@@ -9,6 +9,7 @@ from torch import Tensor
 import kernels
 from kernels.token_share import Part
 from kernels.token_stats import Noise, Proposals
+from worker.draws import Draws
 
 unhurried = settings(max_examples=100, deadline=None)
 
@@ -28,8 +29,15 @@ def cuts_of(size: int) -> st.SearchStrategy[list[int]]:
 
 
 def shared(logits: Tensor, cuts: list[int], barred: Tensor | None = None, **how: object) -> Proposals:
+    draws = Draws(forbidden=how.pop("forbidden", None))  # pyright: ignore[reportArgumentType]
     parts = [
-        kernels.token_share(logits[:, a:b], a, barred=None if barred is None else barred[a:b], **how)  # pyright: ignore[reportArgumentType]
+        kernels.token_share(
+            logits[:, a:b],
+            a,
+            barred=None if barred is None else barred[a:b],
+            forbidden=draws.within(a, b).forbidden,
+            **how,  # pyright: ignore[reportArgumentType]
+        )
         for a, b in zip(cuts, cuts[1:], strict=False)
     ]
     asked = {name: value for name, value in how.items() if name in ("entropy", "margin")}

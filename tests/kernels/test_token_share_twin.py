@@ -9,6 +9,7 @@ from torch import Tensor
 from kernels.token_share import Part, merge_shares, token_share
 from kernels.token_stats import Noise, Proposals, token_stats
 from tests.kernels.gpu_cases import DEVICE, DTYPES, normal
+from worker.draws import Draws
 
 import kernels.gpu.token_share as twin  # isort: skip
 
@@ -27,10 +28,12 @@ def compare(found: Proposals, expected: Proposals) -> None:
 def shares(logits: Tensor, barred: Tensor | None, **how: object) -> tuple[Tensor, Tensor]:
     """Return what the twin and what the reference tell of unequal shares."""
     told: tuple[list[Tensor], list[Tensor]] = [], []
+    draws = Draws(forbidden=how.pop("forbidden", None))  # pyright: ignore[reportArgumentType]
     for first, end in itertools.pairwise(ENDS):
+        struck = draws.within(first, end).forbidden
         bars = None if barred is None else barred[first:end]
         for one, parts in ((twin.token_share, told[0]), (token_share, told[1])):
-            parts.append(one(logits[:, first:end], first, barred=bars, **how))  # pyright: ignore[reportArgumentType]
+            parts.append(one(logits[:, first:end], first, barred=bars, forbidden=struck, **how))  # pyright: ignore[reportArgumentType]
     return torch.stack(told[0]), torch.stack(told[1])
 
 

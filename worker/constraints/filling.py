@@ -7,6 +7,7 @@ from itertools import compress, islice
 import torch
 from torch import Tensor
 
+from kernels.attention import upload
 from shared.events import TokenLogprob
 from worker.constraints.scores import CanvasScores
 from worker.decoding.types import BlockView, TokenStats
@@ -72,9 +73,9 @@ class Filling:
         """Put the guards' proposals in place of the model's, in place; what is not open is no longer masked."""
         for number, fill in self.fills.items():
             length, device = len(fill.tokens), stats.token.device
-            stats.token[number, :length] = torch.tensor(fill.tokens, dtype=torch.int64, device=device)
-            stats.confidence[number, :length] = torch.tensor(fill.confidence, dtype=torch.float32, device=device)
-            view.masked[number, :length] &= torch.tensor(fill.open, device=device)
+            stats.token[number, :length] = upload(torch.tensor(fill.tokens, dtype=torch.int64), device)
+            stats.confidence[number, :length] = upload(torch.tensor(fill.confidence, dtype=torch.float32), device)
+            view.masked[number, :length] &= upload(torch.tensor(fill.open), device)
 
     def settle(self, number: int, accepted: list[bool]) -> list[bool]:
         """Return what is accepted of a canvas: its end only where everything before it is decided.
@@ -115,7 +116,7 @@ def _report(
     left = iter(wanted)
     for logits in parts:
         indexes = list(islice(left, logits.shape[0]))
-        tokens = torch.tensor([fill.tokens[index] for index in indexes], dtype=torch.int64, device=logits.device)
+        tokens = upload(torch.tensor([fill.tokens[index] for index in indexes]), logits.device)
         found = report(logits, tokens, [canvas] * len(indexes), barred)
         for row, index in enumerate(indexes):
             told[index] = found[row]

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from kernels.attention import upload
 from kernels.noise import gumbel
 from kernels.token_stats import Filters, cut
 from worker.engine.plan import Canvas
@@ -62,7 +63,7 @@ class CanvasScores:
     def _left(self, index: int, allowed: bytes) -> Tensor:
         """Return [vocab]: the logits of one position, -inf where not allowed."""
         z = self._logits[self._places[index]].float()
-        known = torch.frombuffer(bytearray(allowed), dtype=torch.uint8)[: z.shape[0]].to(z.device)
+        known = upload(torch.frombuffer(bytearray(allowed), dtype=torch.uint8)[: z.shape[0]], z.device)
         return z.masked_fill((known == 0) | self._barred, float("-inf"))
 
     def _draw(self, index: int, z: Tensor) -> int:
@@ -75,7 +76,7 @@ class CanvasScores:
 
     def _filters(self, z: Tensor) -> Filters:
         def one(value: float | bool, dtype: torch.dtype) -> Tensor:
-            return torch.tensor([value], dtype=dtype, device=z.device)
+            return upload(torch.tensor([value], dtype=dtype), z.device)
 
         sampling = self._canvas.sampling
         return Filters(
@@ -92,7 +93,7 @@ class CanvasScores:
             size, device = self._logits[0].shape[0], self._logits[0].device
             indexes = [place for place in self._places if place >= index][: max(1, _NOISE_AT_ONCE // size)]
             many = torch.ones(len(indexes), dtype=torch.int64, device=device)
-            positions = torch.tensor(indexes, dtype=torch.int64, device=device) + self._canvas.start
+            positions = upload(torch.tensor(indexes), device) + self._canvas.start
             made = gumbel(many * self._canvas.sampling.seed, positions, many * self._canvas.step, size)
             self._noise.update(zip(indexes, made, strict=True))
         return self._noise[index]

@@ -7,6 +7,7 @@ from typing import TypeVar, assert_never
 import torch
 from torch import Tensor
 
+from kernels.attention import upload
 from shared.decoding import (
     AdaptiveParallel,
     Decoding,
@@ -83,7 +84,7 @@ def decide(
     stuck = ~(accepted & masked).any(-1, keepdim=True)
     if any(isinstance(decoding, Timed) for decoding in decodings):
         hurried = [not isinstance(decoding, Timed) for decoding in decodings]
-        stuck = stuck & torch.tensor(hurried, device=masked.device)[:, None]
+        stuck = stuck & upload(torch.tensor(hurried), masked.device)[:, None]
     accepted = accepted | (take_best(stats.confidence, view.masked) & stuck)
     if last is not None:
         accepted = accepted | (masked & last[:, None])
@@ -96,14 +97,14 @@ def _filler(stats: TokenStats, decodings: ReadOnly[Decoding], filler_ids: Tensor
     ruled = [decoding.filler_rules and not isinstance(decoding, Sequential) for decoding in decodings]
     if filler_ids is None or not filler_ids.numel() or not any(ruled):
         return torch.zeros_like(stats.token, dtype=torch.bool)
-    return torch.isin(stats.token, filler_ids) & torch.tensor(ruled, device=stats.token.device)[:, None]
+    return torch.isin(stats.token, filler_ids) & upload(torch.tensor(ruled), stats.token.device)[:, None]
 
 
 def _without_filler(view: BlockView, decodings: ReadOnly[Decoding], filler: Tensor) -> BlockView:
     # Several blocks give away turns each for itself.
     alone = [not isinstance(decoding, MultiBlock) for decoding in decodings]
     if not all(alone):
-        filler = filler & torch.tensor(alone, device=filler.device)[:, None]
+        filler = filler & upload(torch.tensor(alone), filler.device)[:, None]
     others = view.masked & ~filler
     masked = torch.where(others.any(-1, keepdim=True), others, view.masked)
     # Schedules divide what was there at first, of which the hidden ones are no part yet.
@@ -121,7 +122,7 @@ def _by_strategy(
         return _accept(stats, view, filler, decodings, draw)
     accepted = torch.zeros_like(view.masked)
     for rows in groups.values():
-        index = torch.tensor(rows, device=view.masked.device)
+        index = upload(torch.tensor(rows), view.masked.device)
         members = [decodings[row] for row in rows]
         accepted[index] = _accept(_pick(stats, index), _pick(view, index), filler[index], members, draw)
     return accepted
@@ -137,11 +138,11 @@ def _accept(stats: TokenStats, view: BlockView, filler: Tensor, decodings: ReadO
     device = view.masked.device
 
     def column(name: str, dtype: torch.dtype) -> Tensor:
-        return torch.tensor([getattr(decoding, name) for decoding in decodings], dtype=dtype, device=device)
+        return upload(torch.tensor([getattr(decoding, name) for decoding in decodings], dtype=dtype), device)
 
     def steps() -> Tensor:
         # 0 stands for unset: one position a step.
-        return torch.tensor([getattr(decoding, "steps", None) or 0 for decoding in decodings], device=device)
+        return upload(torch.tensor([getattr(decoding, "steps", None) or 0 for decoding in decodings]), device)
 
     kind = decodings[0]
     match kind:
@@ -168,7 +169,7 @@ def _accept(stats: TokenStats, view: BlockView, filler: Tensor, decodings: ReadO
                 view,
                 column("threshold", torch.float32),
                 steps(),
-                torch.tensor(leftmost, device=device),
+                upload(torch.tensor(leftmost), device),
             )
         case Sequential():
             return sequential.accept(view, steps())
@@ -200,7 +201,7 @@ def _accept(stats: TokenStats, view: BlockView, filler: Tensor, decodings: ReadO
         case LinearSpeculation():
             # Without a threshold its canvases are the last of their kind, which accept everything.
             thresholds = [getattr(decoding, "threshold", None) or 0.0 for decoding in decodings]
-            return threshold.accept(stats, view, torch.tensor(thresholds, dtype=torch.float32, device=device))
+            return threshold.accept(stats, view, upload(torch.tensor(thresholds, dtype=torch.float32), device))
         case Renoise():
             raise ValueError("a canvas of noise has no masks to accept; see worker.decoding.renoise")
         case _:

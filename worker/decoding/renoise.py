@@ -33,7 +33,7 @@ class HashedNoise:
     """The product's own: hashes of seed, position and step (`kernels.noise`)."""
 
     def ids(self, seed: int, positions: Tensor, step: int, vocab_size: int) -> Tensor:
-        lane = torch.tensor(POSITION_LANE, device=positions.device)
+        lane = torch.full((), POSITION_LANE, device=positions.device)
         drawn = uniform(_fill(seed, positions), positions, _fill(step + 1, positions), lane)
         return (drawn * vocab_size).long().clamp(max=vocab_size - 1)
 

@@ -17,7 +17,7 @@ Draw = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def draw_position(seed: Tensor, position: Tensor, step: Tensor) -> Tensor:
     """Draw one number for each position; seed, position and step are int64 and broadcast."""
-    return uniform(seed, position, step, torch.tensor(POSITION_LANE, device=seed.device))
+    return uniform(seed, position, step, torch.full((), POSITION_LANE, device=seed.device))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
+from kernels.attention import upload
 from kernels.canvas import Layout
 from worker.batch import Batch, run_batch
 from worker.device import free_memory
@@ -64,7 +65,7 @@ class Follower:
             case Propose():
                 propose_as_told(self._model.module, self._last_hidden(), self._pages_made().barred, message)
             case Join():
-                places = torch.tensor(message.places, dtype=torch.int64, device=self._model.device)
+                places = upload(torch.tensor(message.places, dtype=torch.int64), self._model.device)
                 self._model.module.logits(self._last_hidden()[places])
             case MakePages():
                 self._drop_pages()
