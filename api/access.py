@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -29,6 +30,24 @@ _OPEN = re.compile(r"/(health(/.*)?|ping|version|metrics|docs(/.*)?|playground/.
 _ADMIN = re.compile(r"/admin(/.*)?")
 
 
+def hash_key(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+_GUESSED = frozenset(
+    map(hash_key, ("", KEY_PREFIX, "foo", "bar", "test", "key", "api-key", "password", "changeme", "example"))
+)
+"""Hashes of what stands in examples: who pastes one opens the api to everyone who reads them."""
+
+
+def _checked_hash(text: str) -> str:
+    if not re.fullmatch("[0-9a-f]{64}", text):
+        raise PydanticCustomError("hash", "must be the 64 hexadecimal digits that `python -m api.keys` prints")
+    if text in _GUESSED:
+        raise PydanticCustomError("guessed", "is the hash of a key that anyone guesses; `python -m api.keys` makes one")
+    return text
+
+
 class ApiKey(BaseModel):
     """One entry of the key file."""
 
@@ -36,7 +55,7 @@ class ApiKey(BaseModel):
 
     id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
     """Name for logs, limits and stored objects; two keys of one id share them (a key that is being replaced)."""
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    sha256: Annotated[str, AfterValidator(_checked_hash)]
     scopes: tuple[KeyScope, ...] = ("inference",)
     requests_per_minute: int | None = Field(default=None, ge=1)
     tokens_per_minute: int | None = Field(default=None, ge=1)
@@ -72,10 +91,6 @@ def load_keys(path: Path) -> tuple[ApiKey, ...]:
             raise InvalidKeys(f"{path}: must be a JSON list of keys, [{{...}}], also of one") from None
         place = path_of(first["loc"])
         raise InvalidKeys(f"{path}: {place}{': ' if place else ''}{first['msg']}") from None
-
-
-def hash_key(secret: str) -> str:
-    return hashlib.sha256(secret.encode()).hexdigest()
 
 
 def find_key(keys: Sequence[ApiKey], secret: str) -> ApiKey | None:

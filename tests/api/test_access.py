@@ -10,6 +10,8 @@ from api.keys import main
 from api.process import main as serve
 from tests.api.scripted import ScriptedFleet, running
 
+ROOT = Path(__file__).parents[2]
+
 
 def write(path: Path, *entries: dict[str, object]) -> Path:
     path.write_text(json.dumps(entries))
@@ -59,12 +61,28 @@ def test_a_file_of_one_entry_outside_a_list_is_told_to_be_no_list(tmp_path: Path
     assert ": :" not in str(caught.value)
 
 
-def test_the_key_file_of_the_documentation_is_one(tmp_path: Path) -> None:
-    page = Path(__file__).parents[2] / "docs" / "security.md"
-    (shown,) = re.findall(r"```json\n(.*?)```", page.read_text(), re.S)
-    path = tmp_path / "keys.json"
-    path.write_text(shown)
-    assert [key.id for key in load_keys(path)] == ["team-a"]
+def test_a_key_that_anyone_guesses_opens_nothing(tmp_path: Path) -> None:
+    for guessed in ("", "foo", "dfk_", "changeme"):
+        with pytest.raises(InvalidKeys, match=r"\[1\]\.sha256: is the hash of a key that anyone guesses"):
+            load_keys(
+                write(
+                    tmp_path / "keys.json",
+                    {"id": "a", "sha256": hash_key("one")},
+                    {"id": "b", "sha256": hash_key(guessed)},
+                )
+            )
+
+
+def test_a_key_file_of_the_documentation_is_one_once_it_has_a_hash_of_ones_own(tmp_path: Path) -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "helm").rglob("*.md")]
+    shown = [text for page in pages for text in re.findall(r"```json\n(.*?)```", page.read_text(), re.S)]
+    samples = [entries for text in shown if '"sha256"' in text for entries in [json.loads(text)]]
+    assert [[entry["id"] for entry in entries] for entries in samples] == [["team-a"]]
+    for entries in samples:
+        with pytest.raises(InvalidKeys, match=r"\[0\]\.sha256: must be the 64 hexadecimal digits"):
+            load_keys(write(tmp_path / "keys.json", *entries))
+        own = [{**entry, "sha256": hash_key("one")} for entry in entries]
+        assert [key.id for key in load_keys(write(tmp_path / "keys.json", *own))] == ["team-a"]
 
 
 def test_help_for_keys_is_in_words(capsys: pytest.CaptureFixture[str]) -> None:
