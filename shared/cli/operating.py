@@ -20,16 +20,34 @@ DATA_DIR = ServiceSettings.model_fields["data_dir"].default
 
 app = typer.Typer()
 
+
+def _unless_a_folder_is_named(context: typer.Context, redis_url: str | None) -> str | None:
+    """Return no URL where it is a variable's and the folder an option's: what is typed is what is meant."""
+    # What is typed has been read by now.
+    sources = [context.get_parameter_source(name) for name in ("redis_url", "data_dir")]
+    typed = [source is not None and source.name == "COMMANDLINE" for source in sources]
+    return None if typed == [False, True] else redis_url
+
+
 Url = Annotated[
     str, typer.Option(envvar="DIFFLEET_URL", help="Address of the fleet's api, which is shown the DIFFLEET_API_KEY.")
 ]
 RedisUrl = Annotated[
     str | None,
-    typer.Option(envvar="DIFFLEET_REDIS_URL", help="URL of the queue; unset: that of `diffleet up` here."),
+    typer.Option(
+        callback=_unless_a_folder_is_named,
+        envvar="DIFFLEET_REDIS_URL",
+        help="URL of the queue; unset: that of `diffleet up` here.",
+    ),
 ]
 DataDir = Annotated[
-    Path,
-    typer.Option(parser=folder, metavar="<path>", envvar="DIFFLEET_DATA_DIR", help="Data folder of `diffleet up`."),
+    Path | None,
+    typer.Option(
+        parser=folder,
+        metavar="<path>",
+        envvar="DIFFLEET_DATA_DIR",
+        help=f"Data folder of `diffleet up`; unset: {DATA_DIR}.",
+    ),
 ]
 Model = Annotated[str | None, typer.Option("--model", "-m", help="Which model; unset: the only one that has workers.")]
 ModelOrAll = Annotated[str | None, typer.Option("--model", "-m", help="Which model; unset: all.")]
@@ -80,7 +98,7 @@ def chat(
 @app.command()
 def top(
     redis_url: RedisUrl = None,
-    data_dir: DataDir = DATA_DIR,
+    data_dir: DataDir = None,
     url: Annotated[
         str | None, typer.Option(envvar="DIFFLEET_URL", help="Address of an api, for tokens per forward.")
     ] = DEFAULT_URL,
@@ -94,10 +112,9 @@ def top(
 
     Workers and lanes come from Redis, tokens per forward from the api's metrics, which count a request when it ends.
     """
-    from shared.cli.operations import find_redis
     from shared.cli.top import samples, watch
 
-    run(watch(samples(find_redis(redis_url, data_dir), interval, url, model), once=once))
+    run(watch(samples(_queue(redis_url, data_dir), interval, url, model), once=once))
 
 
 @app.command()
@@ -185,7 +202,10 @@ def doctor(
     redis_url: Annotated[
         str | None, typer.Option(envvar="DIFFLEET_REDIS_URL", help="URL of the queue; unset: `diffleet up` starts one.")
     ] = None,
-    data_dir: DataDir = DATA_DIR,
+    data_dir: Annotated[
+        Path,
+        typer.Option(parser=folder, metavar="<path>", envvar="DIFFLEET_DATA_DIR", help="Data folder of `diffleet up`."),
+    ] = DATA_DIR,
     host: Annotated[str, typer.Option(envvar="DIFFLEET_HOST", help="Where the api would listen.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(envvar="DIFFLEET_PORT", min=1, max=65_535, help="Its port.")] = 8000,
 ) -> None:
@@ -209,25 +229,23 @@ def requests(
     ] = None,
     text: Annotated[bool, typer.Option("--text", help="Print only what the request has produced.")] = False,
     redis_url: RedisUrl = None,
-    data_dir: DataDir = DATA_DIR,
+    data_dir: DataDir = None,
     model: ModelOrAll = None,
     limit: Annotated[int, typer.Option(min=1, max=10_000, help="At most so many.")] = 50,
 ) -> None:
     """List the open requests, or tell about one: state, worker, age, tokens, forwards."""
-    from shared.cli.operations import find_redis
     from shared.cli.requests import print_one, print_open
 
-    where = find_redis(redis_url, data_dir)
+    where = _queue(redis_url, data_dir)
     run(print_open(where, model, limit) if request is None else print_one(where, request, text=text))
 
 
 @app.command()
-def abort(ids: Ids, redis_url: RedisUrl = None, data_dir: DataDir = DATA_DIR) -> None:
+def abort(ids: Ids, redis_url: RedisUrl = None, data_dir: DataDir = None) -> None:
     """End requests, queued or running; asking again is harmless."""
-    from shared.cli.operations import find_redis
     from shared.cli.requests import abort_all
 
-    run(abort_all(find_redis(redis_url, data_dir), ids))
+    run(abort_all(_queue(redis_url, data_dir), ids))
 
 
 @app.command(name="dead-letters")
@@ -235,15 +253,14 @@ def dead_letters(
     replay: Annotated[list[str] | None, typer.Option(help="Submit this one again; repeat it.")] = None,
     discard: Annotated[list[str] | None, typer.Option(help="Take this one off the list; repeat it.")] = None,
     redis_url: RedisUrl = None,
-    data_dir: DataDir = DATA_DIR,
+    data_dir: DataDir = None,
     model: ModelOrAll = None,
     limit: Annotated[int, typer.Option(min=1, max=10_000, help="At most so many.")] = 50,
 ) -> None:
     """List the requests that were given up because they kill their workers; replay or discard them."""
-    from shared.cli.operations import find_redis
     from shared.cli.requests import discard_all, print_dead_letters, replay_all
 
-    where = find_redis(redis_url, data_dir)
+    where = _queue(redis_url, data_dir)
     if replay:
         run(replay_all(where, replay))
     if discard:
@@ -256,7 +273,7 @@ def dead_letters(
 def forget(
     models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Names, as `diffleet models` lists them.")],
     redis_url: RedisUrl = None,
-    data_dir: DataDir = DATA_DIR,
+    data_dir: DataDir = None,
 ) -> None:
     """Forget models that nobody serves any more: their cards, adapters and dead letters. Takes some seconds each.
 
@@ -264,9 +281,8 @@ def forget(
     open request or a webhook to send. A worker that starts later announces it anew.
     """
     from shared.cli.forget import forget_all
-    from shared.cli.operations import find_redis
 
-    run(forget_all(find_redis(redis_url, data_dir), models))
+    run(forget_all(_queue(redis_url, data_dir), models))
 
 
 @app.command()
@@ -277,14 +293,13 @@ def webhooks(
     ] = None,
     discard: Annotated[list[str] | None, typer.Option(help="Forget the one about this; repeat it.")] = None,
     redis_url: RedisUrl = None,
-    data_dir: DataDir = DATA_DIR,
+    data_dir: DataDir = None,
     limit: Annotated[int, typer.Option(min=1, max=10_000, help="At most so many.")] = 50,
 ) -> None:
     """List the webhooks that were given up because their receivers did not take them; replay or discard them."""
-    from shared.cli.operations import find_redis
     from shared.cli.webhooks import discard_webhooks, print_webhooks, replay_webhooks
 
-    where = find_redis(redis_url, data_dir)
+    where = _queue(redis_url, data_dir)
     if replay:
         run(replay_webhooks(where, replay))
     if discard:
@@ -330,6 +345,14 @@ def remove(
     from shared.cli.loras import remove_lora
 
     run(remove_lora(url, model, name))
+
+
+def _queue(redis_url: str | None, data_dir: Path | None) -> str:
+    """Return the URL of the queue that was named; ends the command where there is none."""
+    from shared.cli.operations import find_redis
+
+    with reporting():
+        return find_redis(redis_url, data_dir)
 
 
 def _seconds(milliseconds: float | None) -> float | None:

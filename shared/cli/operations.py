@@ -13,11 +13,18 @@ from shared.embedded import EmbeddedServer
 from shared.settings import ServiceSettings
 
 
-def find_redis(given: str | None, data_dir: Path) -> str:
-    """Return the URL to use: the given one, else that of `diffleet up` in this data folder, else the settings'."""
+def find_redis(given: str | None, data_dir: Path | None) -> str:
+    """Return the URL to use: the given one, else that of `diffleet up` in this data folder.
+
+    Without a folder it is that of the usual one, else the settings'. Raises `Stop` where no fleet runs in the folder:
+    what was meant for it must reach no other fleet.
+    """
     if given:
         return ServiceSettings(redis_url=given).redis_url
-    return local_redis(data_dir) or ServiceSettings().redis_url
+    found = local_redis(ServiceSettings.model_fields["data_dir"].default if data_dir is None else data_dir)
+    if found is None and data_dir is not None:
+        raise Stop(Exit.UNREACHABLE, f"no fleet runs in {data_dir}; name its data folder, or its Redis by --redis-url")
+    return found or ServiceSettings().redis_url
 
 
 def local_redis(data_dir: Path) -> str | None:

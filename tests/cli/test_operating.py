@@ -11,12 +11,16 @@ from typing import Any
 
 import httpx
 import pytest
+import typer
 from redis import Redis
 from rich.console import Console
+from typer.testing import CliRunner
 
 from shared.cli.census import Census, LaneView, ModelView, take_census
 from shared.cli.doctor import Verdict, check_data_dir, check_gpu, check_packages, check_port, check_redis, judge_redis
+from shared.cli.exits import Exit, Stop
 from shared.cli.exposition import sums
+from shared.cli.operating import app
 from shared.cli.operations import find_redis
 from shared.cli.top import Sample, draw
 from shared.client import FleetClient
@@ -168,7 +172,9 @@ def test_missing_packages_gpu_port_and_rights_are_found(tmp_path: Path) -> None:
 
 def test_the_server_of_a_local_fleet_is_found_and_a_named_one_wins(tmp_path: Path) -> None:
     assert find_redis("redis://elsewhere/1", tmp_path) == "redis://elsewhere/1"
-    assert find_redis(None, tmp_path).startswith("redis://")
+    with pytest.raises(Stop, match=f"no fleet runs in {re.escape(str(tmp_path))};") as refused:
+        find_redis(None, tmp_path)
+    assert refused.value.exit_code is Exit.UNREACHABLE
     place = EmbeddedServer(tmp_path).socket_path
     place.parent.mkdir(parents=True, exist_ok=True)
     with socket.socket(socket.AF_UNIX) as listener:
@@ -176,6 +182,37 @@ def test_the_server_of_a_local_fleet_is_found_and_a_named_one_wins(tmp_path: Pat
         assert find_redis(None, tmp_path) == f"unix://{place}"
         assert find_redis("redis://elsewhere/1", tmp_path) == "redis://elsewhere/1"
     place.unlink()
+
+
+def data_dir_commands() -> list[str]:
+    """Return the commands that look for a fleet in a data folder, or in a Redis."""
+    group: Any = typer.main.get_command(app)
+    found = [name for name, command in group.commands.items() if QUEUE <= {one.name for one in command.params}]
+    # It looks at what a fleet would need here, also before there is one.
+    return [name for name in found if name != "doctor"]
+
+
+QUEUE = {"redis_url", "data_dir"}
+NEEDED = {"abort": ["r_demo.0_01M8FSCHXA2GAKV0ZMCY4G3EC7"], "forget": ["demo"]}
+
+
+def test_commands_for_a_data_folder_are_found() -> None:
+    assert {"top", "requests", "abort", "dead-letters", "webhooks"} <= set(data_dir_commands())
+
+
+@pytest.mark.parametrize("name", data_dir_commands())
+def test_what_is_meant_for_a_folder_without_a_fleet_reaches_no_other(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(FleetClient, "connect", lambda url, **_: asked.append(url))
+    typo = str(tmp_path / "typo")
+    by_flag = ([name, *NEEDED.get(name, []), "--data-dir", typo], {"DIFFLEET_REDIS_URL": "redis://elsewhere/1"})
+    by_variable = ([name, *NEEDED.get(name, [])], {"DIFFLEET_DATA_DIR": typo})
+    for arguments, variables in (by_flag, by_variable):
+        ended = CliRunner().invoke(app, arguments, env=variables)
+        assert (ended.exit_code, f"no fleet runs in {typo}" in ended.stderr) == (Exit.UNREACHABLE, True)
+    assert asked == []
 
 
 @pytest.mark.slow
