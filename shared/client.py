@@ -13,8 +13,9 @@ import hashlib
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
-from threading import Thread
+from threading import RLock, Thread, current_thread
 from typing import Any, Self, TypeVar
 
 import orjson
@@ -73,6 +74,7 @@ _LOG_CAP_SPARE = 64
 """Events beyond one for each token before a runaway log is trimmed; an honest one never reaches it."""
 _ABORT_SPARE_MS = 60_000
 _MEMORY_WAIT_S = 10
+_CLOSED = "this Fleet is closed"
 
 T = TypeVar("T")
 
@@ -597,32 +599,55 @@ class Fleet:
             for event in fleet.generate("demo", "Once upon a time"):
                 print(event)
 
-    Without a URL it takes that of the environment (`DIFFLEET_REDIS_URL`). Calls may come from any thread.
+    Without a URL it takes that of the environment (`DIFFLEET_REDIS_URL`). Calls may come from any thread. It is entered
+    once; at the end of the block calls that still wait, and iterators that are not at their end, raise RuntimeError.
     """
 
     def __init__(self, url: str | None = None) -> None:
         self._url = ServiceSettings().redis_url if url is None else url
-        self._loop = asyncio.new_event_loop()
-        self._thread = Thread(target=self._loop.run_forever, name="fleet", daemon=True)
         self._client: FleetClient | None = None
+        self._entered = False
+        self._calls: set[asyncio.Task[Any]] = set()
+        self._closers: set[Callable[[], Coroutine[Any, Any, None]]] = set()
+        # Nothing is begun in a loop that has been stopped. The garbage collector may close an iterator at any time.
+        self._gate = RLock()
 
     def __enter__(self) -> Self:
+        with self._gate:
+            if self._entered:
+                raise RuntimeError(_CLOSED if self._client is None else "this Fleet is open already")
+            self._entered = True
+        self._loop = asyncio.new_event_loop()
+        self._thread = Thread(target=self._loop.run_forever, name="fleet", daemon=True)
         self._thread.start()
 
         async def enter() -> FleetClient:
             return await FleetClient.connect(self._url).__aenter__()
 
         try:
-            self._client = self._wait(enter())
+            self._client = _result(asyncio.run_coroutine_threadsafe(enter(), self._loop))
         except BaseException:
             self._stop()
             raise
         return self
 
     def __exit__(self, *error: object) -> None:
+        client = self._fleet
+        with self._gate:
+            self._client = None
+
+        async def leave() -> None:
+            try:
+                for call in self._calls:
+                    call.cancel()
+                await asyncio.gather(*self._calls, return_exceptions=True)
+                for close in list(self._closers):
+                    await close()
+            finally:
+                await client.__aexit__(*error)
+
         try:
-            if self._client is not None:
-                self._wait(self._client.__aexit__(*error))
+            _result(asyncio.run_coroutine_threadsafe(leave(), self._loop))
         finally:
             self._stop()
 
@@ -695,34 +720,85 @@ class Fleet:
         return self._wait(self._fleet.depth(model))
 
     @property
+    def _closed(self) -> bool:
+        return self._client is None
+
+    @property
     def _fleet(self) -> FleetClient:
         if self._client is None:
-            raise RuntimeError("use Fleet as a context manager")
+            raise RuntimeError(_CLOSED if self._entered else "use Fleet as a context manager")
         return self._client
 
     def _iterate(self, build: Callable[[], AsyncGenerator[Event]]) -> Iterator[Event]:
         events = build()
+        # A step that is given up ends a little later, and only then can the generator be closed.
+        turn = asyncio.Lock()
+
+        async def step() -> Event | None:
+            async with turn:
+                return await anext(events, None)
+
+        async def close() -> None:
+            async with turn:
+                await events.aclose()
+            self._closers.discard(close)
+
+        self._closers.add(close)
         try:
-            while True:
-                try:
-                    yield self._wait(anext(events))
-                except StopAsyncIteration:
-                    return
+            while (event := self._wait(step())) is not None:
+                yield event
         finally:
-            self._wait(events.aclose())
+            # The end of the block has closed it, or does.
+            if not self._closed:
+                self._close(close())
+
+    def _close(self, call: Coroutine[Any, Any, None]) -> None:
+        if current_thread() is self._thread:
+            # The garbage collector found it there: to wait would be for ever.
+            self._calls.add(self._loop.create_task(self._tracked(call)))
+            return
+        try:
+            self._wait(call)
+        except RuntimeError:
+            # Closed by the end of the block meanwhile.
+            if not self._closed:
+                raise
 
     def _wait(self, call: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(call, self._loop)
+        with self._gate:
+            if self._client is None:
+                call.close()
+                raise RuntimeError(_CLOSED)
+            future = asyncio.run_coroutine_threadsafe(self._tracked(call), self._loop)
         try:
-            return future.result()
-        except BaseException:
-            future.cancel()
+            return _result(future)
+        except CancelledError:
+            if self._closed:
+                raise RuntimeError(_CLOSED) from None
             raise
+
+    async def _tracked(self, call: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        self._calls.add(task)
+        try:
+            return await call
+        finally:
+            self._calls.discard(task)
 
     def _stop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+def _result(future: Future[T]) -> T:
+    """Wait for what a loop in another thread does; who does not wait to the end ends it."""
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise
 
 
 def _check_owner(command: Generate) -> None:
