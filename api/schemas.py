@@ -18,6 +18,7 @@ from api.metadata import Metadata
 from shared.commands import COUNT_LIMIT, MOST_LOGPROBS, MS_LIMIT
 from shared.complaints import complaint_of
 from shared.decoding import Confidence, Strategy
+from shared.messages import Role, folded, role_for_template
 
 StreamMode = Literal["block_append", "denoise"]
 Preset = Literal["fast", "balanced", "quality"]
@@ -94,24 +95,6 @@ def _within_64_bits(ids: Sequence[int], place: tuple[int, ...] = ()) -> Sequence
     return ids
 
 
-def _check_content(value: object) -> object:
-    """Fold a list of text parts into one string."""
-    if value is None or isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise PydanticCustomError("content", "must be a string or a list of text parts")
-    texts: list[str] = []
-    for part in value:
-        match part:
-            case {"type": "text", "text": str(text)} | {"type": "refusal", "refusal": str(text)}:
-                texts.append(text)
-            case _:
-                at = (len(texts),)
-                example = '{"type": "text", "text": "..."}'
-                raise PydanticCustomError("content", "must be {example}", {"at": at, "example": example})
-    return "".join(texts)
-
-
 def _check_prompts(value: object) -> object:
     """Return a list of prompts, each a string or a list of token ids."""
     match value:
@@ -151,7 +134,7 @@ Prompt = Annotated[
 ]
 Content = Annotated[
     str | None,
-    BeforeValidator(_check_content),
+    BeforeValidator(folded),
     WithJsonSchema(
         {
             "anyOf": [
@@ -476,7 +459,7 @@ class Prediction(StrictBody):
 
 
 class ChatMessage(StrictBody):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Role
     content: Content = None
     refusal: str | None = Field(default=None, description="What the assistant has said in the place of content.")
     tool_calls: Annotated[list[CalledTool] | None, BeforeValidator(_none_if_empty)] = Field(
@@ -492,9 +475,9 @@ class ChatMessage(StrictBody):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message as templates know it: `developer` is the newer name of `system`."""
+        """Return the message as templates know it."""
         told: dict[str, Any] = {
-            "role": "system" if self.role == "developer" else self.role,
+            "role": role_for_template(self.role),
             "content": self.content or self.refusal or "",
         }
         if self.tool_calls:

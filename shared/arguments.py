@@ -5,8 +5,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any, SupportsIndex, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticCustomError
 
 from shared.complaints import about, complaint_of, path_of
+from shared.messages import ROLES, folded, role_for_template
 
 _A_PROMPT = "must be a string, a list of token ids, or a list of messages"
 
@@ -25,14 +27,15 @@ class InvalidArgument(ValueError):
 def checked(kind: type[Part], given: Mapping[str, object]) -> Part:
     """Return the part of a command that arguments make; raises `InvalidArgument`."""
     try:
-        return kind.model_validate(given)
+        # As strict as JSON's reader is: a text is no number, and true is not 1.
+        return kind.model_validate(given, strict=True)
     except ValidationError as error:
         first = complaint_of(error, given)
         raise InvalidArgument(path_of(first.place), first.told) from None
 
 
 def check_count(field: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or value < least:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise InvalidArgument(field, f"must be an integer of at least {least}")
 
 
@@ -65,12 +68,18 @@ def _message(field: str, part: object) -> dict[str, Any]:
     if not isinstance(part, Mapping):
         raise InvalidArgument(field, "must be a message, as the first one is")
     message = dict(cast(Mapping[str, Any], part))
-    for name in ("role", "content"):
-        if message.get(name) is None:
-            if name == "content" and message.get("tool_calls"):
-                continue  # an assistant that calls has nothing to say
-            raise InvalidArgument(f"{field}.{name}", "is required")
-        # Templates may take a list of parts.
-        if not isinstance(message[name], str if name == "role" else str | list):
-            raise InvalidArgument(f"{field}.{name}", "must be a string")
+    role = message.get("role")
+    if role is None:
+        raise InvalidArgument(f"{field}.role", "is required")
+    if role not in ROLES:
+        raise InvalidArgument(f"{field}.role", f"must be one of {', '.join(ROLES)}")
+    message["role"] = role_for_template(role)
+    try:
+        content = folded(message.get("content"))
+    except PydanticCustomError as error:
+        at = (error.context or {}).get("at", ())
+        raise InvalidArgument(f"{field}.content{path_of(at)}", error.message()) from None
+    if content is None and role != "assistant":
+        raise InvalidArgument(f"{field}.content", "is required")
+    message["content"] = content or ""
     return message

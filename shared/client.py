@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mappi
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from threading import RLock, Thread, current_thread
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import orjson
 
@@ -347,8 +347,7 @@ class FleetClient:
             sampling=checked(Sampling, {"top_p": top_p, "top_k": top_k}),
             temperature=temperature,
             seed=seed,
-            # One string is a sequence too, of its letters.
-            limits=checked(Limits, {"stop": (stop,) if isinstance(stop, str) else stop, "total_ms": total_ms}),
+            limits=checked(Limits, {"stop": _stops(stop), "total_ms": total_ms}),
             max_tokens=max_tokens,
             decoding=decoding,
             preview=Preview() if previews else None,
@@ -799,6 +798,11 @@ def _result(future: Future[T]) -> T:
     except BaseException:
         future.cancel()
         raise
+
+
+def _stops(stop: object) -> object:
+    """Return the stop strings as they are kept; one string is a sequence too, of its letters."""
+    return (stop,) if isinstance(stop, str) else tuple(cast(list[object], stop)) if isinstance(stop, list) else stop
 
 
 def _check_owner(command: Generate) -> None:

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from api.schemas import ChatBody, ChatMessage
+from shared.arguments import prompt_parts
 from shared.client import Fleet, FleetClient, InvalidArgument, OutputTooLong, PromptTooLong, UnknownModel
 from shared.commands import Generate
 from shared.decoding import Threshold
@@ -66,6 +69,12 @@ async def made(**arguments: Any) -> Generate:
         ({"seed": 2**63}, "seed", "must be less than"),
         ({"max_tokens": 0}, "max_tokens", "must be greater than or equal to 1"),
         ({"max_tokens": [1]}, "max_tokens", "must be an integer"),
+        ({"max_tokens": "5"}, "max_tokens", "must be an integer"),
+        ({"max_tokens": 5.0}, "max_tokens", "must be an integer"),
+        ({"max_tokens": True}, "max_tokens", "must be an integer"),
+        ({"temperature": "1"}, "temperature", "must be a number"),
+        ({"temperature": True}, "temperature", "must be a number"),
+        ({"decoding": {"strategy": "threshold", "threshold": "0.5"}}, "decoding.threshold", "must be a number"),
         ({"stop": 5}, "stop", "must be a list"),
         ({"stop": ["a", ""]}, "stop[1]", "must have at least 1 characters"),
         ({"stop": ["a", 5]}, "stop[1]", "must be a string"),
@@ -75,7 +84,7 @@ async def made(**arguments: Any) -> Generate:
         ({"decoding": {}}, "decoding", "must have a 'strategy'"),
         ({"decoding": {"strategy": "luck"}}, "decoding", "must have one of 'threshold', "),
         ({"decoding": {"strategy": "threshold", "threshold": 7}}, "decoding.threshold", "must be "),
-        ({"model": None}, "model", "must be a string"),
+        ({"model": 5}, "model", "must be a string"),
         ({"prompt": None}, "prompt", "must be a string, a list of token ids"),
         ({"prompt": b"hi"}, "prompt", "must be a string, a list of token ids"),
         ({"prompt": {"role": "user"}}, "prompt", "must be a string, a list of token ids"),
@@ -90,6 +99,8 @@ async def made(**arguments: Any) -> Generate:
         ({"prompt": [{"role": "user"}]}, "prompt[0].content", "is required"),
         ({"prompt": [{"content": "a"}]}, "prompt[0].role", "is required"),
         ({"prompt": [{"role": "user", "content": 5}]}, "prompt[0].content", "must be a string"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "prompt[0].content[0]", "must be {"),
+        ({"prompt": [{"role": "boss", "content": "a"}]}, "prompt[0].role", "must be one of system, "),
     ],
 )
 async def test_a_wrong_argument_is_told_by_its_name(arguments: dict[str, Any], field: str, told: str) -> None:
@@ -112,6 +123,53 @@ async def test_right_arguments_are_in_the_command() -> None:
     assert (await made(stop=["a", "b"])).limits.stop == ("a", "b")
     assert (await made(prompt=(part for part in (1, 2)))).prompt == (1, 2)
     assert (await made()).limits.max_tokens == CARD.max_model_len - 2
+
+
+async def test_chat_messages_are_what_the_http_api_makes_of_them() -> None:
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "short"}]},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": []},
+        {"role": "tool", "content": "7", "tool_call_id": "c"},
+    ]
+    shown = [ChatMessage.model_validate(message).for_template() for message in messages]
+    parts: list[Any] = [*prompt_parts(messages, CARD.vocab_size)]
+    assert [{name: message[name] for name in ("role", "content")} for message in parts] == [
+        {name: message[name] for name in ("role", "content")} for message in shown
+    ]
+
+
+NUMBERS = ["5", 5, 5.0, 5.5, True, False, -1, 0, 1, 2**31, math.nan, [1], {}]
+MESSAGES = [
+    {"role": role, "content": content}
+    for role in ("user", "assistant", "developer", "boss", "", None, 5)
+    for content in ("hi", "", None, 5, [], ["hi"], [{"type": "text", "text": "hi"}], [{"type": "text"}], {}, True)
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "fields"),
+    [
+        *[(f"max_tokens {value!r}", {"max_tokens": value}, {"max_tokens": value}) for value in NUMBERS],
+        *[(f"temperature {value!r}", {"temperature": value}, {"temperature": value}) for value in NUMBERS],
+        *[(f"{message}", {"prompt": [message]}, {"messages": [message]}) for message in MESSAGES],
+    ],
+)
+async def test_what_the_http_api_refuses_the_client_refuses_and_the_reverse(
+    name: str, arguments: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    try:
+        ChatBody.model_validate({"messages": [{"role": "user", "content": "a"}], **fields})
+        over_http = True
+    except ValidationError:
+        over_http = False
+    try:
+        await made(**arguments)
+        here = True
+    except (InvalidArgument, OutputTooLong) as error:
+        # Too many for the model is no question of the arguments.
+        here = isinstance(error, OutputTooLong)
+    assert (name, here) == (name, over_http)
 
 
 values = st.one_of(
