@@ -64,8 +64,9 @@ def invalid(param: str | None, message: str, code: str = "invalid_value") -> Api
     return ApiError(400, code, message, param)
 
 
-def unsupported(param: str) -> ApiError:
-    return ApiError(400, "unsupported_parameter", f"{param} is not supported with this value by this server", param)
+def unsupported(param: str, how: str = "with this value by this server") -> ApiError:
+    """`how` ends the sentence: by whom or where it is not, and what with."""
+    return ApiError(400, "unsupported_parameter", f"{param} is not supported {how}", param)
 
 
 def overloaded(message: str, retry_after_s: float) -> ApiError:

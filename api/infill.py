@@ -59,7 +59,7 @@ async def fill_of(body: GenerationBody, model: ServedModel) -> Fill | None:
         raise invalid("suffix", "suffix and diffusion.template say both what stands behind the prompt; send one")
     name = "suffix" if pieces is None else "diffusion.template"
     if "infill" not in model.card.capabilities:
-        raise unsupported(name)
+        raise unsupported(name, "by this model")
     _check_company(body, name)
     if pieces is None:
         hole = HoleOption(hole="middle", max_tokens=body.max_tokens or body.default_max_tokens)
@@ -78,7 +78,7 @@ async def draft_of(body: ChatBody, model: ServedModel) -> tuple[int, ...] | None
     if body.prediction is None or not body.prediction.content:
         return None
     if "infill" not in model.card.capabilities:
-        raise unsupported("prediction")
+        raise unsupported("prediction", "by this model")
     if body.diffusion and body.diffusion.template:
         raise invalid("prediction", "a prediction cannot be combined with diffusion.template")
     ids = await model.encode(body.prediction.content, add_special=False, field="prediction.content")

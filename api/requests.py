@@ -36,8 +36,8 @@ _DECODING_OPTIONS = (
     "confidence",
     "filler_rules",
 )
-_REFUSED_OPTIONS: Mapping[str, tuple[object, ...]] = {"canvas_length": ()}
-"""Options of `diffusion` that no worker acts on yet, and the values (besides null) that ask for nothing."""
+_REFUSED_OPTIONS = ("canvas_length",)
+"""Options of `diffusion` that no worker acts on yet."""
 _FAST_THRESHOLD = 0.7
 
 
@@ -84,7 +84,7 @@ def to_generate(
     options = body.diffusion or DiffusionOptions()
     _check_options(options)
     if options.template is not None and fill is None:
-        raise unsupported("diffusion.template")
+        raise unsupported("diffusion.template", "here: send it to /v1/chat/completions or /v1/completions")
     if fill is not None and constraint is not None:
         raise invalid(fill.field, f"{fill.field} cannot be combined with a schema, a grammar or tools")
     webhook = _webhook(body.webhook, call)
@@ -165,10 +165,9 @@ def _command(
 
 
 def _check_options(options: DiffusionOptions) -> None:
-    for name, harmless in _REFUSED_OPTIONS.items():
-        value = getattr(options, name)
-        if value is not None and value not in harmless:
-            raise unsupported(f"diffusion.{name}")
+    for name in _REFUSED_OPTIONS:
+        if getattr(options, name) is not None:
+            raise unsupported(f"diffusion.{name}", "by this server, with any value")
 
 
 def _lane(body: GenerationBody) -> Lane:
@@ -268,7 +267,7 @@ def _block_length(body: GenerationBody, options: DiffusionOptions, card: ModelCa
 
 def _cfg_scale(options: DiffusionOptions, card: ModelCard) -> float:
     if options.cfg_scale and "guidance" not in card.capabilities:
-        raise unsupported("diffusion.cfg_scale")
+        raise unsupported("diffusion.cfg_scale", "by this model, but for 0")
     return options.cfg_scale or 0.0
 
 

@@ -267,7 +267,7 @@ class DiffusionOptions(BaseModel):
         le=100.0,
         description="Guidance: logits move so many times further away from those of a masked prompt. Doubles the work.",
     )
-    canvas_length: int | None = Field(default=None, ge=1, lt=COUNT_LIMIT, description="Not supported by block models.")
+    canvas_length: int | None = Field(default=None, ge=1, lt=COUNT_LIMIT, description="Not supported.")
     deadline_ms: int | None = Field(
         default=None,
         ge=1,

@@ -22,6 +22,11 @@ _TIMEOUT = httpx.Timeout(connect=5.0, read=120.0, write=30.0, pool=5.0)
 _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 
 
+def server_of(url: str) -> str:
+    """Return the address of a server; what OpenAI's clients call its base URL ends with /v1."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
 @contextlib.asynccontextmanager
 async def connected(url: str) -> AsyncGenerator[httpx.AsyncClient]:
     """Yield a client of the api at `url`; raises `Stop` for a bad address, and for what goes wrong on the way.
@@ -37,7 +42,7 @@ async def connected(url: str) -> AsyncGenerator[httpx.AsyncClient]:
         key = os.environ.get(KEY_VARIABLE)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         async with httpx.AsyncClient(
-            base_url=url.rstrip("/"), timeout=_TIMEOUT, trust_env=proxied, headers=headers
+            base_url=server_of(url), timeout=_TIMEOUT, trust_env=proxied, headers=headers
         ) as client:
             yield client
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:

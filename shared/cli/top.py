@@ -17,6 +17,7 @@ from rich.text import Text
 from shared.cli.canvas import terminal_size
 from shared.cli.census import Census, ModelView, take_census
 from shared.cli.exposition import sums
+from shared.cli.http_fleet import server_of
 from shared.cli.operations import operating
 from shared.roster import WorkerInfo
 
@@ -164,7 +165,7 @@ def _change(now: Mapping[str, float], before: Mapping[str, float], name: str) ->
 async def _scrape(http: httpx.AsyncClient, url: str) -> str:
     """Return the metrics of a process; nothing if it does not answer: the rest can still be shown."""
     with contextlib.suppress(httpx.HTTPError):
-        response = await http.get(f"{url.rstrip('/').removesuffix('/metrics')}/metrics")
+        response = await http.get(f"{server_of(url).removesuffix('/metrics')}/metrics")
         if response.status_code == 200:
             return response.text
     return ""

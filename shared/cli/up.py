@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import shutil
 import signal
 import sys
@@ -52,7 +53,8 @@ def _check_redis(url: str) -> None:
     try:
         client.ping()  # pyright: ignore[reportUnknownMemberType]
     except (RedisError, OSError) as error:
-        raise Stop(Exit.NOT_STARTED, f"no Redis answers at the given --redis-url: {translate(error)}") from error
+        given = "DIFFLEET_REDIS_URL" if os.environ.get("DIFFLEET_REDIS_URL") == url else "--redis-url"
+        raise Stop(Exit.NOT_STARTED, f"no Redis answers at the given {given}: {translate(error)}") from error
     finally:
         client.close()
 

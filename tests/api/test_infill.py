@@ -151,6 +151,23 @@ async def test_what_cannot_be_filled_is_named(
     assert param is None or response.error["param"] == param
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"template": [{"hole": "a"}]}, "/v1/chat/completions"),
+        ({"canvas_length": 8}, "with any value"),
+        ({"canvas_length": 64}, "with any value"),
+    ],
+)
+async def test_what_no_value_makes_possible_is_not_blamed_on_its_value(
+    caller: Caller, fleet: ScriptedFleet, options: dict[str, Any], told: str
+) -> None:
+    response = await caller.post("/generate", {"prompt": "hi", "diffusion": options})
+    assert response.status == 400 and fleet.commands == []
+    assert response.error["param"] == f"diffusion.{next(iter(options))}" and told in response.error["message"]
+    assert "this value" not in response.error["message"]
+
+
 async def test_a_model_that_fills_nothing_and_one_with_small_blocks_refuse(
     caller: Caller, fleet: ScriptedFleet
 ) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from shared.cli.canvas import Canvas, Cell
 from shared.cli.exits import Exit, Stop
-from shared.cli.http_fleet import after_chat, after_native, connected, refusal, request_of
+from shared.cli.http_fleet import after_chat, after_native, connected, refusal, request_of, server_of
 from shared.cli.question import Question
 
 VIEW = {"tokens": ["there", None], "confidence": [0.9, 0.0], "step": 1, "nfe": 3}
@@ -44,6 +44,13 @@ def test_a_native_stream_becomes_the_same() -> None:
     assert reduce(after_native, stream, Canvas()) == Canvas(("Once upon ",), CELLS, step=1, nfe=3, tokens=4)
     end = {"event": "final", "finish_detail": "max_tokens", "usage": {"completion_tokens": 5}, "nfe": 4}
     assert after_native(Canvas(), end) == Canvas(nfe=4, tokens=5, finish="max_tokens")
+
+
+@pytest.mark.parametrize("url", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"])
+async def test_the_base_url_of_an_openai_client_is_the_same_fleet(url: str) -> None:
+    async with connected(url) as client:
+        assert client.build_request("GET", "/v1/models").url == "http://h:1/v1/models"
+    assert server_of("http://h:1/fleets/v1") == "http://h:1/fleets"
 
 
 @pytest.mark.parametrize(

@@ -194,3 +194,9 @@ def test_a_redis_that_does_not_answer_is_named(short_folder: Path, tiny_model: P
     assert ended.returncode == 5
     assert "no Redis answers at the given --redis-url" in ended.stderr
     assert "127.0.0.1:1" in ended.stderr
+    ended = diffleet(
+        *("up", "--model", str(tiny_model), "--data-dir", str(short_folder / "data"), "--port", "0"),
+        DIFFLEET_REDIS_URL="redis://127.0.0.1:1/0",
+    )
+    assert ended.returncode == 5
+    assert "no Redis answers at the given DIFFLEET_REDIS_URL" in ended.stderr
