@@ -99,6 +99,14 @@ def test_every_path_named_exists(page: Path) -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
+def test_what_the_commands_write_beside_the_code_is_ignored_by_git() -> None:
+    blocks = [block for page in PAGES for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.S)]
+    written = {name for block in blocks for name in re.findall(r"(?:[^-]> |--json |tee )([\w.-]+\.\w+)", block)}
+    assert {"bench.json", "lines.jsonl", "webhooks.json"} <= written
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    assert [name for name in written if f"/{name}" not in ignored] == []
+
+
 def test_every_page_is_listed() -> None:
     index = (ROOT / "docs" / "README.md").read_text()
     assert [
