@@ -17,6 +17,7 @@ from starlette.responses import Response
 from api.admission import admit, call_of, name_request
 from api.answers import json_response
 from api.bundle import Bundle
+from api.catalog import ServedModel
 from api.deps import Services, ServicesDep, json_body
 from api.errors import ApiError, ClientGone, of_exception, unsupported
 from api.openapi import ERROR_RESPONSES, request_body
@@ -103,7 +104,10 @@ class OllamaBody(StrictBody):
 class OllamaGenerate(OllamaBody):
     delivers: ClassVar[frozenset[str]] = frozenset({"suffix"})
 
-    prompt: str = Field(default="", description="Put into the model's chat template, unless `raw`.")
+    prompt: str = Field(
+        default="",
+        description="Put into the model's chat template, unless `raw`; empty: whether it is there.",
+    )
     suffix: str | None = None
     system: str | None = None
     raw: bool | None = None
@@ -111,7 +115,7 @@ class OllamaGenerate(OllamaBody):
 
 
 class OllamaChat(OllamaBody):
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: list[dict[str, Any]] = Field(description="Empty: whether the model is there.")
     tools: list[Any] | None = None
 
 
@@ -144,6 +148,8 @@ async def generate(request: Request, services: ServicesDep) -> Response:
 
     async def answer() -> Response:
         body = await json_body(OllamaGenerate)(request)
+        if not body.prompt and not body.suffix:
+            return await _loaded(services, body, {"response": ""})
         return await _answer(request, services, body, await plan(body), lambda text: {"response": text})
 
     return await _in_ollamas_words(answer())
@@ -155,6 +161,8 @@ async def chat(request: Request, services: ServicesDep) -> Response:
 
     async def answer() -> Response:
         body = await json_body(OllamaChat)(request)
+        if not body.messages:
+            return await _loaded(services, body, {"message": {"role": "assistant", "content": ""}})
         if body.tools:
             raise unsupported("tools")
         if any(message.get("images") for message in body.messages):
@@ -214,6 +222,12 @@ def _details(card: ModelCard) -> dict[str, object]:
     return {"format": "safetensors", "family": card.family, "families": [card.family]}
 
 
+async def _loaded(services: Services, body: OllamaBody, told: Mapping[str, object]) -> Response:
+    """Tell that a model is there, as Ollama does to whoever asks nothing of it; `ollama run` begins so."""
+    model = await services.catalog.resolve(body.model.removesuffix(":latest"))
+    return json_response({**_head(model), **told, "done": True, "done_reason": "load"})
+
+
 async def _answer(
     request: Request, services: Services, body: OllamaBody, plan: ChatPlan | CompletionPlan, tell: Tell
 ) -> Response:
@@ -229,7 +243,7 @@ async def _answer(
         return stream
     (transcript,) = await bundle.read_to_end()
     assert transcript.end is not None, "a bundle that was read to its end has seen every end"
-    return json_response(_head(plan) | tell(transcript.text) | _end(transcript, transcript.end))
+    return json_response(_head(plan.model) | tell(transcript.text) | _end(transcript, transcript.end))
 
 
 async def _lines(plan: ChatPlan | CompletionPlan, bundle: Bundle, tell: Tell) -> AsyncGenerator[bytes]:
@@ -241,18 +255,18 @@ async def _lines(plan: ChatPlan | CompletionPlan, bundle: Bundle, tell: Tell) ->
         match event:
             case Delta():
                 if event.text:
-                    yield _line(_head(plan) | tell(event.text) | {"done": False})
+                    yield _line(_head(plan.model) | tell(event.text) | {"done": False})
             case Finished():
-                yield _line(_head(plan) | tell("") | _end(transcript, event))
+                yield _line(_head(plan.model) | tell("") | _end(transcript, event))
             case Queued() | Started() | Snapshot():
                 pass
             case _:
                 assert_never(event)
 
 
-def _head(plan: ChatPlan | CompletionPlan) -> dict[str, object]:
+def _head(model: ServedModel) -> dict[str, object]:
     now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-    return {"model": plan.model.name, "created_at": now}
+    return {"model": model.name, "created_at": now}
 
 
 def _end(transcript: Transcript, end: Finished) -> dict[str, object]:

@@ -34,6 +34,24 @@ async def test_a_chat_streams_one_object_a_line_unless_told_otherwise(caller: Ca
     assert whole["total_duration"] >= whole["eval_duration"] >= 0
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "empty"),
+    [
+        ("/api/generate", {}, {"response": ""}),
+        ("/api/generate", {"prompt": "", "system": "be brief", "stream": True}, {"response": ""}),
+        ("/api/chat", {"messages": []}, {"message": {"role": "assistant", "content": ""}}),
+        ("/api/chat", {"messages": [], "stream": False}, {"message": {"role": "assistant", "content": ""}}),
+    ],
+)
+async def test_who_asks_nothing_of_a_model_is_told_that_it_is_there(
+    caller: Caller, fleet: ScriptedFleet, path: str, fields: dict[str, Any], empty: dict[str, Any]
+) -> None:
+    (told,) = lines((await caller.post(path, {"model": f"{MODEL}:latest"} | fields)).body + b"\n")
+    assert told.pop("created_at") and told == {"model": MODEL, "done": True, "done_reason": "load"} | empty
+    assert (await caller.post(path, {"model": "nope"} | fields)).status == 404
+    assert fleet.commands == []
+
+
 async def test_a_prompt_is_a_chat_unless_raw(caller: Caller, fleet: ScriptedFleet) -> None:
     *parts, end = lines((await caller.post("/api/generate", {"model": MODEL, "prompt": "hi"})).body)
     assert "".join(part["response"] for part in parts) == TEXT and end["done"]
