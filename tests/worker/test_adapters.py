@@ -201,6 +201,26 @@ def test_the_stack_is_built_once_for_a_batch_that_stays(model: LoadedModel, shel
     assert stack.built == 1
 
 
+def test_an_adapter_that_was_gone_when_others_were_stacked_counts_again_once_it_is_back(
+    model: LoadedModel, shelf: Shelf
+) -> None:
+    first, second = shelf.adapters
+    rows, counts = [((first, 1.0),), ((second, 2.0),)], [len(TOKENS) - 2, 2]
+    expected = logits(model, AdapterStack(shelf, model.device).of(rows, counts))
+    here = dict(shelf.adapters)
+    gone = here.pop(second)
+    stack = AdapterStack(Shelf(here), model.device)
+
+    assert stack.of([((second, 1.0),)], [3]) is None
+    for _ in range(2):
+        without = logits(model, stack.of(rows, counts))
+    assert stack.built == 1 and not torch.equal(without, expected)
+
+    here[second] = gone
+    assert torch.equal(logits(model, stack.of(rows, counts)), expected)
+    assert stack.built == 2
+
+
 @given(
     chosen=st.lists(
         st.tuples(st.integers(1, 9), st.sets(st.integers(0, 3), min_size=1), st.booleans()), min_size=1, max_size=4

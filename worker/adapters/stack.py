@@ -41,14 +41,19 @@ class AdapterStack:
         self.built = 0
 
     def of(self, rows: Sequence[Uses], counts: Sequence[int]) -> LowRank | None:
-        """Return the adapters of a ragged batch whose rows have `counts` tokens; None if no row has any."""
+        """Return the adapters of a ragged batch whose rows have `counts` tokens; None if no row has any that is here.
+
+        A row whose adapter is gone belongs to a request that this worker has lost: nobody reads what it decides.
+        """
         wanted = {digest for uses in rows for digest, _ in uses}
         if not wanted:
             if self._places and not self._residents.held():
                 self._places, self._stacks = {}, {}
             return None
-        if not wanted <= self._places.keys():
+        if any(self._residents.get(digest) for digest in wanted - self._places.keys()):
             self._build(wanted)
+        if not self._places:
+            return None
         passes = [
             kernels.assign(*spread([self._use(uses, number) for uses in rows], counts, self._device), self._ranks)
             for number in range(max(map(len, rows)))
@@ -56,17 +61,16 @@ class AdapterStack:
         return LowRank(self._stacks, tuple(passes))
 
     def _use(self, uses: Uses, number: int) -> tuple[int, float]:
-        """Return place and scale of a row's adapter of that number."""
-        if number >= len(uses):
-            return -1, 0.0
-        place = self._places[uses[number][0]]
-        return place, uses[number][1] * self._scales[place]
+        """Return place and scale of a row's adapter of that number; -1 if there is none, or it is gone."""
+        place = self._places.get(uses[number][0], -1) if number < len(uses) else -1
+        return place, uses[number][1] * self._scales[place] if place >= 0 else 0.0
 
     def _build(self, wanted: set[str]) -> None:
         # Those of requests that sit this step out stay: they would be stacked again in the next.
         names = sorted(wanted | (self._places.keys() & self._residents.held()))
-        # A row whose adapter is gone belongs to a request that this worker has lost: nobody reads what it decides.
-        adapters = [self._residents.get(name) or Adapter(0, 0.0, {}) for name in names]
+        # One that is gone gets no place: it may come back while those beside it stay.
+        found = {name: adapter for name in names if (adapter := self._residents.get(name)) is not None}
+        adapters = list(found.values())
         # Memory may give out on the way, and half a stack would be taken for a whole one: until all is there, nothing
         # is. What was there goes first, for there is room for one of them.
         self._places, self._stacks = {}, {}
@@ -81,7 +85,7 @@ class AdapterStack:
                 pair = adapter.factors.get(linear)
                 if pair is not None:
                     put_factors(stack, place, pair)
-        self._places = {name: place for place, name in enumerate(names)}
+        self._places = {name: place for place, name in enumerate(found)}
         self._scales = [adapter.factor for adapter in adapters]
         self._ranks, self._stacks = ranks, stacks
         self.built += 1
