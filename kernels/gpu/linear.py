@@ -1,13 +1,7 @@
 """Twins of `kernels.linear`: clusters of blocks on Hopper, weight streaming for few tokens elsewhere, cuBLAS for many.
 
-Which is used follows from the shape and the number of tokens, by the times of `tests.bench.gpu.kernels`
-(docs/benchmarks). us on an H100, by clusters and by what is fastest without them:
-
-    tokens                         32          128          192          256          320          384         1,024
-    [6144, 4096]           18.6  21.5   20.6  21.7   20.8  23.0   22.0  24.1   28.0  37.4         28.9         70.0
-    [4096, 4096]           12.7  14.9   14.0  15.4   14.7  16.7   17.7  19.6   17.3  18.9   20.0  20.7         48.1
-    [4096, 12288]          36.6  40.5   38.8  40.3   41.1  43.8   44.8  49.0   49.2  53.4   57.2  70.7        132.9
-    [24576, 4096], gate    68.4  73.5   70.2  82.6   75.1  87.5   79.2  92.6   93.9 105.2  107.3 114.5   276.5 301.4
+Which is used follows from the shape and the number of tokens, by the times of `tests.bench.gpu.kernels`, which stand in
+docs/benchmarks/gpu.md beside PyTorch's.
 
 Streaming: up to some 64 tokens a product is one pass over its weights, and what counts is bytes in flight. The weights
 are the left operand, so that they fill the 64 rows of a Hopper matrix instruction and the tokens are its short side.
