@@ -4,14 +4,14 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 from redis import Redis
 
 from shared import embedded
-from shared.connection import open_sync_client
+from shared.connection import Link, open_sync_client
 from shared.embedded import EmbeddedServer
 from tests.servers import named_program
 
@@ -60,6 +60,14 @@ def fleet_redis(redis_url: str) -> Iterator[Redis]:
     client = open_sync_client(redis_url)
     yield client
     client.close()
+
+
+@pytest.fixture
+async def link(redis_url: str) -> AsyncIterator[Link]:
+    """A connection as the parts of the queue take it."""
+    link = Link.open(redis_url)
+    yield link
+    await link.close()
 
 
 @pytest.fixture(autouse=True)

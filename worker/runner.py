@@ -7,7 +7,6 @@ from itertools import compress, groupby
 import torch
 from torch import Tensor
 
-import kernels
 from kernels.attention import upload
 from kernels.token_stats import Filters, Noise, Proposals
 from shared.commands import Sampling
@@ -28,7 +27,7 @@ from worker.models import LoadedModel
 from worker.models.layers import LowRank, Pages
 from worker.models.spec import NO_MASK, ModelSpec
 from worker.parallel.messages import Join, MakePages
-from worker.parallel.proposing import propose, propose_message
+from worker.parallel.proposing import propose, propose_by, propose_message
 
 # Logits live in float32 while they are looked at; more positions than this many elements allow go one part after
 # another, and nothing is kept of a part but what it proposes. Only a guard that has to see a longer canvas than that
@@ -146,17 +145,7 @@ class Runner:
         owners = canvases.owners[start : start + logits.shape[0]]
         members = [canvases.members[owner] for owner in owners]
         own, logits = logits, edit_logits(logits, members)
-        found = kernels.token_stats(
-            logits,
-            draws.temperature,
-            self.barred,
-            draws.forbidden,
-            draws.filters,
-            draws.noise,
-            draws.ranking,
-            entropy=entropy,
-            margin=margin,
-        )
+        found = propose_by(logits, draws, self.barred, entropy=entropy, margin=margin)
         logprobs = report(own, found.token, members, self.barred)
         canvases.logprobs.update({start + row: logprob for row, logprob in logprobs.items()})
         canvases.show(owners, logits, own, found.token, self.barred)

@@ -98,6 +98,16 @@ async def until(out: io.StringIO, text: str) -> None:
             await asyncio.sleep(0.01)
 
 
+async def failure_of(watch: asyncio.Task[None]) -> Stop:
+    """Return what a fleet ends with that cannot go on."""
+    with pytest.raises(ExceptionGroup) as group:
+        async with asyncio.timeout(60):
+            await watch
+    (stop,) = group.value.exceptions
+    assert isinstance(stop, Stop) and stop.exit_code is Exit.FAILED
+    return stop
+
+
 def alive(pid: int) -> bool:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, 0)
@@ -193,11 +203,7 @@ async def test_a_log_that_can_be_written_no_more_ends_the_fleet_by_its_name(opti
         log.mkdir()
         watch = asyncio.create_task(fleet.watch())
         os.kill(fleet.pids[1], signal.SIGKILL)
-        with pytest.raises(ExceptionGroup) as group:
-            async with asyncio.timeout(60):
-                await watch
-    (stop,) = group.value.exceptions
-    assert isinstance(stop, Stop) and stop.exit_code is Exit.FAILED
+        stop = await failure_of(watch)
     assert str(stop).startswith(f"cannot start worker 1: {log}: ")
 
 
@@ -209,11 +215,7 @@ async def test_a_worker_that_keeps_dying_ends_the_fleet(
         monkeypatch.setenv("MODE", "bad model")
         watch = asyncio.create_task(fleet.watch())
         os.kill(fleet.pids[1], signal.SIGKILL)
-        with pytest.raises(ExceptionGroup) as group:
-            async with asyncio.timeout(60):
-                await watch
-    (stop,) = group.value.exceptions
-    assert isinstance(stop, Stop) and stop.exit_code is Exit.FAILED
+        stop = await failure_of(watch)
     assert "6 times in a row" in str(stop)
     assert not any(map(alive, fleet.pids))
 
@@ -304,10 +306,7 @@ async def test_a_fleet_whose_folder_is_another_ones_ends_and_leaves_that_one_alo
             theirs.take()
             server.start()
             (data_dir / "worker-1.ready").touch()
-            with pytest.raises(ExceptionGroup) as group:
-                await watch
-        (stop,) = group.value.exceptions
-        assert isinstance(stop, Stop) and stop.exit_code is Exit.FAILED
+            stop = await failure_of(watch)
         assert "was removed while it was in use: another `diffleet up`" in str(stop)
         assert "http://there" in str(stop)
         assert server.running and theirs.held and (data_dir / "worker-1.ready").exists()

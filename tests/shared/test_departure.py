@@ -25,13 +25,6 @@ FOX = AdapterRecord("fox", "team/fox", "0" * 64, 4, 100, 1)
 
 
 @pytest.fixture
-async def link(redis_url: str) -> AsyncIterator[Link]:
-    link = Link.open(redis_url)
-    yield link
-    await link.close()
-
-
-@pytest.fixture
 async def fleet(redis_url: str) -> AsyncIterator[FleetClient]:
     """Its model was announced once, and its worker has left."""
     queue = WorkerQueue.connect(redis_url, MODEL, "former", partitions=2)

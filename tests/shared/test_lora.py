@@ -1,7 +1,5 @@
 """The registry of adapters on the real server."""
 
-from collections.abc import AsyncIterator
-
 import pytest
 
 from shared.connection import Link
@@ -10,13 +8,6 @@ from shared.lora import AdapterRecord, AdapterRegistry
 from shared.roster import WorkerInfo
 
 MODEL = "tiny"
-
-
-@pytest.fixture
-async def link(redis_url: str) -> AsyncIterator[Link]:
-    link = Link.open(redis_url)
-    yield link
-    await link.close()
 
 
 def record(name: str, digit: str = "0") -> AdapterRecord:

@@ -26,13 +26,6 @@ from tests.shared.protocol_for_tests import MODEL, block_of, card_of, command_fo
 
 
 @pytest.fixture
-async def link(redis_url: str) -> AsyncIterator[Link]:
-    link = Link.open(redis_url)
-    yield link
-    await link.close()
-
-
-@pytest.fixture
 async def subscriber(redis_url: str, link: Link, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Subscriber]:
     # The audit would make good, seconds later, what the mechanism under test should have done: it runs when called.
     monkeypatch.setattr(subscriber_module, "AUDIT_S", 3600.0)

@@ -1,7 +1,6 @@
 """A model without workers: what has outlived its time is ended or removed all the same."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -16,13 +15,12 @@ from tests.shared.protocol_for_tests import MODEL, card_of, command_for, lengths
 
 
 @pytest.fixture
-async def link(redis_url: str) -> AsyncIterator[Link]:
+async def link(redis_url: str, link: Link) -> Link:
+    """As everywhere, to a server that knows a model."""
     queue = WorkerQueue.connect(redis_url, MODEL, "w1")
     await queue.publish_card(card_of())
     await queue.close()
-    link = Link.open(redis_url)
-    yield link
-    await link.close()
+    return link
 
 
 async def test_a_request_past_its_deadline_ends_although_nobody_works_or_follows(redis_url: str, link: Link) -> None:

@@ -37,17 +37,7 @@ def propose(
     share = share_of(module)
     if share is None or not isinstance(module, Decoder):
         draws = draws.on(hidden.device)
-        return kernels.token_stats(
-            module.logits(hidden),
-            draws.temperature,
-            barred,
-            draws.forbidden,
-            draws.filters,
-            draws.noise,
-            draws.ranking,
-            entropy=entropy,
-            margin=margin,
-        )
+        return propose_by(module.logits(hidden), draws, barred, entropy=entropy, margin=margin)
     if draws.filters is not None:
         raise ValueError(_NO_FILTERS)
     draws = draws.within(share.first, share.end).on(hidden.device)
@@ -63,6 +53,23 @@ def propose(
         margin=margin,
     )
     return kernels.merge_shares(share.peers.gather(parts), entropy=entropy, margin=margin)
+
+
+def propose_by(
+    logits: Tensor, draws: Draws, barred: Tensor | None, *, entropy: bool = False, margin: bool = False
+) -> Proposals:
+    """Return what `kernels.token_stats` says of whole logits [n, vocab]; `draws` lie with them."""
+    return kernels.token_stats(
+        logits,
+        draws.temperature,
+        barred,
+        draws.forbidden,
+        draws.filters,
+        draws.noise,
+        draws.ranking,
+        entropy=entropy,
+        margin=margin,
+    )
 
 
 def propose_message(first: int, end: int, draws: Draws, entropy: bool, margin: bool) -> Propose:
