@@ -36,7 +36,7 @@ from shared.lua import script
 from shared.memory import NO_BULK, NO_WORK, MemoryGauge
 from shared.model_choice import NoDefaultModel, default_model, read_alive
 from shared.queue_state import QueueState, read_queue
-from shared.roster import WorkerInfo, unpack_worker
+from shared.roster import WorkerInfo, read_roster
 from shared.settings import ServiceSettings
 from shared.subscriber import Subscriber, Unknown
 from shared.text import InvalidText, TemplateError, Tokenizer
@@ -560,14 +560,7 @@ class FleetClient:
 
     async def workers(self, model: str) -> list[WorkerInfo]:
         """Return the workers of a model that have beaten within their lease."""
-        keys = Keys(partition(model))
-        ids: list[bytes] = await self._link.read("ZRANGE", keys.workers(), 0, -1)
-        infos: list[WorkerInfo] = []
-        for worker_id in ids:
-            fields: dict[bytes, bytes] = await self._link.read("HGETALL", keys.worker(worker_id.decode()))
-            if info := unpack_worker(fields):
-                infos.append(info)
-        return infos
+        return await read_roster(self._link, Keys(partition(model)))
 
     async def queue(self, model: str) -> QueueState:
         """Return how full a model's lanes are, and how long requests wait in them; raises `UnknownModel`."""

@@ -27,7 +27,7 @@ from shared.lanes import Entry, LaneReader
 from shared.lua import script
 from shared.memory import NO_WORK, MemoryGauge
 from shared.orders import OrderBook, Orders
-from shared.roster import WorkerInfo, is_deserted, unpack_worker
+from shared.roster import WorkerInfo, is_deserted, read_roster
 
 log = logging.getLogger(__name__)
 
@@ -382,11 +382,7 @@ class WorkerQueue:
         return bool(await self._link.run_again(script("publish_card"), [card_key(card.name)], args))
 
     async def _roster(self) -> list[WorkerInfo]:
-        """Return the workers of the model that have beaten within their lease."""
-        keys = self._partitions[0].keys
-        ids: list[bytes] = await self._link.read("ZRANGE", keys.workers(), 0, -1)
-        found = [unpack_worker(await self._link.read("HGETALL", keys.worker(name.decode()))) for name in ids]
-        return [info for info in found if info is not None]
+        return await read_roster(self._link, self._partitions[0].keys)
 
     async def close(self) -> None:
         """Leave the group, if nothing of this worker is pending in it, and close the connections."""

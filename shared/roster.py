@@ -4,6 +4,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from shared.connection import Link
+from shared.keys import Keys
+
 WorkerState = Literal["loading", "ready", "draining"]
 _NUMBERS = ("slots", "free", "steps", "tokens", "pages", "pages_free", "reclaims", "pid")
 
@@ -82,6 +85,13 @@ def unpack_worker(fields: Mapping[bytes, bytes]) -> WorkerInfo | None:
         beat_ms=int(text.get("beat", "0")),
         **numbers,
     )
+
+
+async def read_roster(link: Link, keys: Keys) -> list[WorkerInfo]:
+    """Return the workers that have beaten within their lease, in two round trips; `keys` of a model's partition 0."""
+    ids: list[bytes] = await link.read("ZRANGE", keys.workers(), 0, -1)
+    found = await link.read_all([("HGETALL", keys.worker(worker_id.decode())) for worker_id in ids])
+    return [info for info in map(unpack_worker, found) if info is not None]
 
 
 def strangers(card: str, workers: Iterable[WorkerInfo]) -> list[WorkerInfo]:
