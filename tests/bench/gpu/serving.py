@@ -27,10 +27,12 @@ from kernels.fp8 import FP8
 from shared.commands import Generate, Limits
 from shared.decoding import LowConfidenceStatic
 from shared.events import Delta, Failed, Finished
-from tests.bench.gpu.frontier import per_step, profile, share_out
+from tests.bench.gpu.frontier import IDLE, per_step, profile, share_out
 from tests.bench.gpu.path import BUDGET, CONTEXT, PRODUCE, Way, bench_path
 from tests.bench.gpu.shapes import SHAPES, Shape, random_model, store_in_blocks
 from tests.bench.gpu.soak import STEPS_OF_AN_HOUR, Traffic, soak
+from tests.bench.gpu.steps import DATASHEET
+from tests.bench.gpu.timing import Ceilings, measure_ceilings
 from tests.worker.texts import NoText
 from worker.ahead import AheadRunner, bucket_sizes, make_graphs
 from worker.device import free_memory
@@ -79,6 +81,8 @@ class Watched:
     """Rows with a canvas in it."""
     prompts: list[int] = field(default_factory=list)
     """Tokens of prompts in it."""
+    slots: list[int] = field(default_factory=list)
+    """For finished blocks, in the captured step that it read."""
     kinds: list[str] = field(default_factory=list)
     """Rows, slots and room of the captured step that it read."""
 
@@ -103,7 +107,9 @@ class Watched:
         block = self.model.spec.block_length
         self.times.append(time.perf_counter())
         self.accepted.append(sum(map(sum, decision.accepted)))
-        self.kinds.append(str(self.forward.last) if isinstance(self.forward, AheadRunner) else "")
+        last = self.forward.last if isinstance(self.forward, AheadRunner) else None
+        self.slots.append(last[1] if last else 0)
+        self.kinds.append(str(last or ""))
         self.denoised.append(sum(row.canvas is not None and len(row.token_ids) <= 2 * block for row in plan.rows))
         self.prompts.append(sum(len(row.token_ids) for row in plan.rows if len(row.token_ids) > 2 * block))
         return decision
@@ -125,8 +131,26 @@ def served(shape: Shape, model: LoadedModel, block: int, steps: int) -> LoadedMo
     return replace(model, spec=replace(model.spec, block_length=block, decoding=LowConfidenceStatic(steps=steps)))
 
 
-def bench_engine(model: LoadedModel, report: Report, rows: int, how: str = "chosen") -> None:
-    """All rows at once, from their prompts to the end; what is told is the time in which all of them decode."""
+def floors(shape: Shape, ceilings: Ceilings, rows: int, block: int, step_ms: float) -> dict[str, object]:
+    """Return what a step of plain rows takes at least, by an H100's datasheet and by what this card was seen to do."""
+    least, own = (
+        max(shape.floor_ms(rows, block, CONTEXT, *rates)) for rates in (DATASHEET, (ceilings.read, ceilings.matrix))
+    )
+    return {
+        "floor_ms": least,
+        "ratio": step_ms / least,
+        "floor_measured_ms": own,
+        "ratio_measured": step_ms / own,
+    }
+
+
+def bench_engine(
+    model: LoadedModel, shape: Shape, ceilings: Ceilings | None, report: Report, rows: int, how: str = "chosen"
+) -> None:
+    """All rows at once, from their prompts to the end; what is told is the time in which all of them decode.
+
+    Floors are told beside the median step of those without a slot, where there were enough, else of all.
+    """
     pages = rows * ((CONTEXT + PRODUCE) // PAGE + 3)
     ahead = how != "plain"
     watched = Watched(model, rows, pages, ahead=ahead, offer=OFFERS.get(how))
@@ -152,6 +176,8 @@ def bench_engine(model: LoadedModel, report: Report, rows: int, how: str = "chos
     for i, step in zip(full, steps, strict=True):
         kinds.setdefault(watched.kinds[i], []).append(step * 1e3)
     leader = watched.forward if isinstance(watched.forward, AheadRunner) else None
+    plain = [step for i, step in zip(full, steps, strict=True) if watched.slots[i] == 0]
+    plain_ms = median(plain if len(plain) > 8 else steps) * 1e3
     report(
         {
             "bench": "engine",
@@ -161,6 +187,8 @@ def bench_engine(model: LoadedModel, report: Report, rows: int, how: str = "chos
             "commit": how,
             "start_s": watched.start_s,
             "step_ms": median(steps) * 1e3,
+            "plain_step_ms": plain_ms,
+            **(floors(shape, ceilings, rows, model.spec.block_length, plain_ms) if ceilings else {}),
             "tokens_s": sum(watched.accepted[i] for i in full) / seconds,
             "longest_ms": max(steps) * 1e3,
             "steps": len(full),
@@ -191,13 +219,15 @@ def bench_profile(model: LoadedModel, report: Report, rows: int, steps: int = 12
 
     mark = len(watched.times)
     shares = share_out(profile(some_steps))
+    whole = sum(share.us for share in shares.values())
     report(
         {
             "bench": "profile",
             "rows": rows,
             "block": model.spec.block_length,
             "steps": Counter(watched.kinds[mark:]),
-            "step_us": sum(share.us for share in shares.values()) / steps,
+            "step_us": whole / steps,
+            "host_share": shares[IDLE].us / whole,
             "kernels": per_step(shares, steps),
         }
     )
@@ -367,13 +397,16 @@ def main() -> None:
                 if arguments.head == "fp8":
                     assert isinstance(model.module, Decoder)
                     quantize_head(model.module)
+            ceilings = measure_ceilings() if device.type == "cuda" and "engine" in alone else None
+            if ceilings:
+                report({"bench": "ceilings", **asdict(ceilings)})
             for what in alone:
                 if what == "engine":
                     for block, count in zip(blocks, steps, strict=True):
                         model = served(shape, model, block, count)
                         for each in rows:
                             for how in arguments.commit.split(","):
-                                bench_engine(model, report, each, how)
+                                bench_engine(model, shape, ceilings, report, each, how)
                                 _tidy()
                     model = served(shape, model, blocks[0], steps[0])
                 elif what == "profile":
