@@ -37,7 +37,7 @@ from shared.memory import NO_BULK, NO_WORK, MemoryGauge
 from shared.model_choice import NoDefaultModel, default_model, read_alive
 from shared.queue_state import QueueState, read_queue
 from shared.roster import WorkerInfo, read_roster
-from shared.settings import ServiceSettings
+from shared.settings import queue_url
 from shared.subscriber import Subscriber, Unknown
 from shared.text import InvalidText, TemplateError, Tokenizer
 from shared.webhooks import encode_hook
@@ -593,10 +593,11 @@ class Fleet:
 
     Without a URL it takes that of the environment (`DIFFLEET_REDIS_URL`). Calls may come from any thread. It is entered
     once; at the end of the block calls that still wait, and iterators that are not at their end, raise RuntimeError.
+    Raises ValueError for a variable that holds no such URL.
     """
 
     def __init__(self, url: str | None = None) -> None:
-        self._url = ServiceSettings().redis_url if url is None else url
+        self._url = queue_url() if url is None else url
         self._client: FleetClient | None = None
         self._entered = False
         self._calls: set[asyncio.Task[Any]] = set()

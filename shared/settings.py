@@ -10,10 +10,10 @@ import re
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast, get_origin
+from typing import Annotated, Any, Literal, TypeVar, cast, get_origin
 from urllib.parse import quote, urlsplit
 
-from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import (
@@ -33,8 +33,32 @@ T = TypeVar("T", bound=BaseSettings)
 REDIS_SCHEMES = ("redis://", "rediss://", "unix://", "redis+sentinel://", "redis+cluster://", "rediss+cluster://")
 
 
-class ServiceSettings(BaseSettings):
-    """Options of every process of the fleet."""
+def check_redis_url(url: str) -> str:
+    """Return the URL; raises ValueError, without repeating a password, if its scheme, port or database is none."""
+    if not url.startswith(REDIS_SCHEMES):
+        raise ValueError(f"the URL must begin with one of {', '.join(REDIS_SCHEMES)}")
+    # The client library takes database 0 then, and where a password has a bare slash, a server on this machine.
+    if url.startswith(("redis://", "rediss://")):
+        if not re.fullmatch(r"/?[0-9]*/?", urlsplit(url).path):
+            raise ValueError("the URL must end in /N, the number of a database; in a password / is written %2F")
+        _check_port(url)
+    return url
+
+
+def _check_port(url: str) -> None:
+    try:
+        _ = urlsplit(url).port
+    except ValueError:
+        # The library's words quote what it takes for the port: the beginning of a password with a bare # or ?.
+        told = "the URL's port must be a number of 65535 at most; in a password # is written %23, and ? %3F"
+        raise ValueError(told) from None
+
+
+RedisUrl = Annotated[str, AfterValidator(check_redis_url)]
+
+
+class QueueSettings(BaseSettings):
+    """Where the queue is: all that a command needs to know of the environment."""
 
     model_config = SettingsConfigDict(
         env_prefix="DIFFLEET_",
@@ -45,9 +69,10 @@ class ServiceSettings(BaseSettings):
         cli_hide_none_type=True,
         cli_implicit_flags=True,
         cli_show_env_vars=True,
+        hide_input_in_errors=True,  # it may hold a password
     )
 
-    redis_url: str = Field(
+    redis_url: RedisUrl = Field(
         default="redis://127.0.0.1:6379/0",
         description="URL of the queue: redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://.",
     )
@@ -57,25 +82,6 @@ class ServiceSettings(BaseSettings):
     redis_password: SecretStr | None = Field(
         default=None, description="Password of the queue, as it is, if it is not in the URL."
     )
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    log_format: Literal["json", "text"] = "json"
-    otlp_endpoint: str | None = Field(
-        default=None,
-        pattern=r"^https?://",
-        description="OTLP receiver for traces, e.g. http://collector:4318 (extra otel); unset: none are recorded.",
-    )
-    trace_share: float = Field(
-        default=1.0, ge=0.0, le=1.0, description="Share of traces to keep, of those that no caller has begun."
-    )
-    data_dir: Path = Field(
-        default=Path.home() / ".local" / "share" / "diffleet",
-        description="Where the embedded server and the logs live.",
-    )
-
-    @field_validator("*")
-    @classmethod
-    def _expand(cls, value: Any) -> Any:
-        return expanded(value) if isinstance(value, Path) else value
 
     @classmethod
     def settings_customise_sources(
@@ -101,6 +107,42 @@ class ServiceSettings(BaseSettings):
             raise ValueError("redis_url has credentials, so redis_username and redis_password must not be set")
         credentials = f"{quote(str(username or ''), safe='')}:{quote(secret, safe='')}"
         return {**given, "redis_url": parts._replace(netloc=f"{credentials}@{parts.netloc}").geturl()}
+
+
+def queue_url(given: str | None = None) -> str:
+    """Return the URL of the queue, by default the environment's, with the credentials that the environment has apart.
+
+    Raises ValueError, without repeating a password; it names the variable if that is at fault.
+    """
+    try:
+        return (QueueSettings() if given is None else QueueSettings(redis_url=given)).redis_url
+    except ValidationError as error:
+        told = complaints(error)[0].removeprefix("redis_url: ")
+        raise ValueError(f"DIFFLEET_REDIS_URL: {told}" if given is None else told) from None
+
+
+class ServiceSettings(QueueSettings):
+    """Options of every process of the fleet."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["json", "text"] = "json"
+    otlp_endpoint: str | None = Field(
+        default=None,
+        pattern=r"^https?://",
+        description="OTLP receiver for traces, e.g. http://collector:4318 (extra otel); unset: none are recorded.",
+    )
+    trace_share: float = Field(
+        default=1.0, ge=0.0, le=1.0, description="Share of traces to keep, of those that no caller has begun."
+    )
+    data_dir: Path = Field(
+        default=Path.home() / ".local" / "share" / "diffleet",
+        description="Where the embedded server and the logs live.",
+    )
+
+    @field_validator("*")
+    @classmethod
+    def _expand(cls, value: Any) -> Any:
+        return expanded(value) if isinstance(value, Path) else value
 
 
 class _Environment(EnvSettingsSource):
@@ -177,16 +219,6 @@ def expanded(path: Path) -> Path:
         return path.expanduser()
     except RuntimeError:
         raise ValueError(f"{str(path)!r}: no home folder is known for {path.parts[0]!r}") from None
-
-
-def check_redis_url(url: str) -> str:
-    """Return the URL; raises ValueError, without repeating a password, if its scheme or its database is none."""
-    if not url.startswith(REDIS_SCHEMES):
-        raise ValueError(f"the URL must begin with one of {', '.join(REDIS_SCHEMES)}")
-    # The client library takes database 0 then, and where a password has a bare slash, a server on this machine.
-    if url.startswith(("redis://", "rediss://")) and not re.fullmatch(r"/?[0-9]*/?", urlsplit(url).path):
-        raise ValueError("the URL must end in /N, the number of a database; in a password / is written %2F")
-    return url
 
 
 def check_model_name(name: str) -> str:

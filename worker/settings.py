@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from shared.settings import ServiceSettings, check_model_name, check_redis_url, expanded, read_flags
+from shared.settings import ServiceSettings, check_model_name, expanded, read_flags
 from worker.bundled import BUNDLED, bundled_folder
 from worker.exits import ExitCode
 
@@ -145,10 +145,6 @@ class WorkerSettings(ServiceSettings):
             check_model_name(self.served_name)
         except ValueError as error:
             raise ValueError(f"model_name: {error}") from None
-        try:
-            check_redis_url(self.redis_url)
-        except ValueError as error:
-            raise ValueError(f"redis_url: {error}") from None
         return self
 
     @property

@@ -8,13 +8,14 @@ from pydantic_settings import SettingsConfigDict
 from api.settings import ApiSettings
 from api.webhooks.schedule import DELAYS_S
 from shared.cluster import SCHEMES as CLUSTER_SCHEMES
+from shared.settings import RedisUrl
 
 
 class JobSettings(ApiSettings):
     model_config = SettingsConfigDict(cli_prog_name="python -m api.jobs")
 
     max_batches: int = Field(default=8, ge=1, le=256, description="Batches that this process runs at a time.")
-    jobs_redis_url: str | None = Field(
+    jobs_redis_url: RedisUrl | None = Field(
         default=None,
         description="URL of the server for arq's own queue, which cannot be in a Cluster; unset: redis_url.",
     )

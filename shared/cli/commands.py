@@ -13,7 +13,6 @@ from typing import Annotated, Any
 
 import typer
 import typer.core
-from pydantic import ValidationError
 
 from shared.cli import operating
 from shared.cli.answer import holes_of
@@ -24,7 +23,7 @@ from shared.cli.numbers import finite
 from shared.cli.paths import file, folder
 from shared.cli.question import Question, as_typed, schema_of
 from shared.cli.reporting import reporting, run
-from shared.settings import ServiceSettings, check_model_name, complaints
+from shared.settings import ServiceSettings, check_model_name, queue_url
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_PROMPT = "Tell me a story about a rabbit named Clover."
@@ -378,9 +377,7 @@ def _known_redis(url: str | None) -> str | None:
     from shared.connection import open_sync_client
 
     try:
-        open_sync_client(ServiceSettings(redis_url=url).redis_url).close()
-    except ValidationError as error:
-        raise typer.BadParameter(complaints(error)[0], param_hint="--redis-url") from None
+        open_sync_client(queue_url(url)).close()
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--redis-url") from None
     return url

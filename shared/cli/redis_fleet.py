@@ -22,7 +22,7 @@ from shared.commands import Generate, Limits, LoraUse, Preview, Sampling
 from shared.constraints import JsonSchema
 from shared.decoding import STRATEGIES, Decoding
 from shared.events import Delta, Event, Failed, Finished, Queued, Snapshot, Started
-from shared.settings import ServiceSettings
+from shared.settings import queue_url
 
 _DECODING: TypeAdapter[Decoding] = TypeAdapter(Decoding)
 
@@ -31,7 +31,7 @@ _DECODING: TypeAdapter[Decoding] = TypeAdapter(Decoding)
 async def ask(redis_url: str, question: Question, *, frames: bool) -> AsyncGenerator[AsyncGenerator[Canvas]]:
     """Yield the growing answer; `frames` asks for the canvas between commits too. Raises `Stop`."""
     try:
-        client = FleetClient.connect(ServiceSettings(redis_url=redis_url).redis_url)
+        client = FleetClient.connect(queue_url(redis_url))
     except ValueError as error:
         raise Stop(Exit.USAGE, f"--redis-url: {error}") from error
     try:

@@ -17,7 +17,7 @@ from shared.cli.local_fleet import LocalFleet, LocalFleetOptions
 from shared.cli.progress import Reporter
 from shared.cli.question import Question
 from shared.connection import open_sync_client, translate
-from shared.settings import ServiceSettings
+from shared.settings import queue_url
 
 _REDIS_WAIT_S = 3.0
 _EXAMPLE = "What is 12 + 30?"
@@ -49,7 +49,7 @@ async def serve(options: LocalFleetOptions, prompt: str) -> None:
 
 def _check_redis(url: str) -> None:
     """Raise `Stop` if Redis does not answer now: each process would wait for it, and tell of it in its own log."""
-    client = open_sync_client(ServiceSettings(redis_url=url).redis_url, timeout_s=_REDIS_WAIT_S)
+    client = open_sync_client(queue_url(url), timeout_s=_REDIS_WAIT_S)
     try:
         client.ping()  # pyright: ignore[reportUnknownMemberType]
     except (RedisError, OSError) as error:

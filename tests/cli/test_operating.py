@@ -184,6 +184,18 @@ def test_the_server_of_a_local_fleet_is_found_and_a_named_one_wins(tmp_path: Pat
     place.unlink()
 
 
+def test_credentials_at_two_places_are_told_of_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIFFLEET_REDIS_PASSWORD", "x")
+    named = ["--redis-url", "redis://:y@127.0.0.1:1/0"]
+    for command in ("top", "requests"):
+        ended = CliRunner().invoke(app, [command, *named])
+        assert (ended.exit_code, ended.stderr.count("\n")) == (Exit.USAGE, 1)
+        assert "--redis-url: redis_url has credentials" in ended.stderr
+    looked = CliRunner().invoke(app, ["doctor", *named])
+    assert re.search(r"fault +redis +redis_url has credentials", looked.stdout)
+    assert "-> correct --redis-url" in looked.stdout
+
+
 def data_dir_commands() -> list[str]:
     """Return the commands that look for a fleet in a data folder, or in a Redis."""
     group: Any = typer.main.get_command(app)

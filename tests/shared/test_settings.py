@@ -8,8 +8,13 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from redis.connection import parse_url
 
+from api.jobs.settings import JobSettings
+from api.settings import ApiSettings
+from shared.client import Fleet
 from shared.connection import open_client, open_pool, open_sync_client
-from shared.settings import ServiceSettings, check_redis_url, complaints
+from shared.fake.process import FakeSettings
+from shared.settings import ServiceSettings, check_redis_url, complaints, queue_url
+from worker.settings import WorkerSettings
 
 # What a process environment can hold.
 CREDENTIAL = st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), min_size=1)
@@ -77,6 +82,9 @@ def test_complaints_name_the_setting_and_are_no_ones_types() -> None:
         ("redis://h:6379/x", "must end in /N"),
         ("rediss://h/1/2", "must end in /N"),
         ("redis://:hunter/2@h:6379/0", "in a password / is written %2F"),
+        ("redis://:hunter#2@h:6379/0", "in a password # is written %23"),
+        ("rediss://:hunter?2@h:6379/0", "port must be a number"),
+        ("redis://h:65536/0", "port must be a number of 65535 at most"),
     ],
 )
 def test_a_url_that_would_lead_elsewhere_is_refused_without_its_password(
@@ -85,6 +93,31 @@ def test_a_url_that_would_lead_elsewhere_is_refused_without_its_password(
     with pytest.raises(ValueError, match=why) as refused:
         take(url)
     assert "hunter" not in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", [ApiSettings, JobSettings, WorkerSettings, FakeSettings])
+def test_every_process_names_the_setting_of_a_url_that_is_none(kind: type[ServiceSettings]) -> None:
+    given = {"redis_url": "http://user:hunter2@h/0", "model": "demo", "model_name": "demo"}
+    with pytest.raises(ValidationError) as refused:
+        kind.model_validate({name: value for name, value in given.items() if name in kind.model_fields})
+    (told,) = complaints(refused.value)
+    assert told.startswith("redis_url: the URL must begin with one of redis://")
+    assert "hunter2" not in told + str(refused.value)
+
+
+def test_commands_name_a_wrong_url_and_take_the_credentials_given_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIFFLEET_LOG_LEVEL", "no command reads it")
+    monkeypatch.setenv("DIFFLEET_REDIS_PASSWORD", "x")
+    assert queue_url("redis://h:1/2") == "redis://:x@h:1/2"
+    with pytest.raises(ValueError, match="^redis_url has credentials"):
+        queue_url("redis://:y@h")
+    monkeypatch.delenv("DIFFLEET_REDIS_PASSWORD")
+    with pytest.raises(ValueError, match="^the URL must begin"):
+        queue_url("ftp://:hunter2@h")
+    monkeypatch.setenv("DIFFLEET_REDIS_URL", "ftp://:hunter2@h")
+    with pytest.raises(ValueError, match="^DIFFLEET_REDIS_URL: the URL must begin") as refused:
+        Fleet()
+    assert "hunter2" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
