@@ -111,8 +111,11 @@ class Catalog:
         return (await self._fleet.find_adapters(model, [name])).get(name)
 
     async def adapters(self, model: str) -> Sequence[AdapterRecord]:
-        """Return the adapters that are registered for a model."""
-        return await self._fleet.adapters(model)
+        """Return the adapters that are registered for a model that was found just now."""
+        try:
+            return await self._fleet.adapters(model)
+        except UnknownModel:
+            return ()  # forgotten since
 
     async def card(self, name: str) -> ModelCard:
         """Return the card of that name; raises `ApiError` (404, listing the known ones)."""

@@ -66,11 +66,11 @@ class Fleet(Protocol):
         ...
 
     async def adapters(self, model: str) -> Sequence[AdapterRecord]:
-        """Return the model's adapters."""
+        """Return the model's adapters; raises `shared.client.UnknownModel`."""
         ...
 
     async def workers(self, model: str) -> Sequence[WorkerInfo]:
-        """Return the live ones."""
+        """Return the live ones; raises `shared.client.UnknownModel`."""
         ...
 
     async def queue(self, model: str) -> QueueState:

@@ -8,6 +8,7 @@ import asyncio
 from prometheus_client import CollectorRegistry, Gauge
 
 from api.ports import Fleet
+from api.roster import live_workers
 from shared.card import InvalidCard
 from shared.client import FleetUnavailable, UnknownModel
 from shared.queue_state import QueueState
@@ -37,7 +38,8 @@ class QueueMetrics:
         try:
             async with asyncio.timeout(timeout_s):
                 found = [
-                    (name, await _queue(fleet, name), len(await fleet.workers(name))) for name in await fleet.models()
+                    (name, await _queue(fleet, name), len(await live_workers(fleet, name)))
+                    for name in await fleet.models()
                 ]
         except (FleetUnavailable, TimeoutError):
             found = None

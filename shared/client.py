@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from threading import RLock, Thread, current_thread
@@ -29,7 +29,7 @@ from shared.dead_letters import DeadLetter, DeadLetters, Fate
 from shared.decoding import Decoding
 from shared.events import Delta, Event, Failed, Finished, Queued, decode_event, encode_event
 from shared.flights import Flights
-from shared.keys import GROUP, MODELS, Keys, model_of, new_request_id, partition, pick_partition
+from shared.keys import GROUP, MODEL_NAME, MODELS, Keys, model_of, new_request_id, partition, pick_partition
 from shared.keys import card as card_key
 from shared.lora import AdapterRecord, AdapterRegistry
 from shared.lua import script
@@ -555,12 +555,22 @@ class FleetClient:
         return await AdapterRegistry(self._link).find(model, names)
 
     async def adapters(self, model: str) -> list[AdapterRecord]:
-        """Return the adapters that are registered for a model, by name; `AdapterRecord.use` is what a command takes."""
-        return await AdapterRegistry(self._link).list(model)
+        """Return the adapters that are registered for a model, by name; `AdapterRecord.use` is what a command takes.
+
+        Raises `UnknownModel`.
+        """
+        return await self._known(model, AdapterRegistry(self._link).list)
 
     async def workers(self, model: str) -> list[WorkerInfo]:
-        """Return the workers of a model that have beaten within their lease."""
-        return await read_roster(self._link, Keys(partition(model)))
+        """Return the workers of a model that have beaten within their lease; raises `UnknownModel`."""
+        return await self._known(model, lambda name: read_roster(self._link, Keys(partition(name))))
+
+    async def _known(self, model: str, read: Callable[[str], Awaitable[list[T]]]) -> list[T]:
+        """Return what a model has; whether there is such a model is only asked where that is nothing."""
+        found = await read(model) if MODEL_NAME.fullmatch(model) else []
+        if not found and model not in (known := await self.models()):
+            raise UnknownModel(model, known)
+        return found
 
     async def queue(self, model: str) -> QueueState:
         """Return how full a model's lanes are, and how long requests wait in them; raises `UnknownModel`."""

@@ -9,6 +9,7 @@ from shared.commands import LANES
 from shared.connection import Link
 from shared.keys import MODELS, Keys, card, loras, partition
 from shared.lua import script
+from shared.roster import read_roster
 
 _SPARE_S = 1.0
 
@@ -43,7 +44,7 @@ async def forget(fleet: FleetClient, link: Link, model: str) -> Forgotten:
             f"the card of {model} is none that this program can read: use the one that wrote it"
         ) from None
     parts = [Keys(partition(model, number)) for number in range(count)]
-    await _check(fleet, link, model, parts)
+    await _check(link, model, parts)
     names: dict[bytes, bytes] = await link.read("HGETALL", loras(model))
     dead = sum([await link.read("XLEN", keys.dead_letters()) for keys in parts])
 
@@ -51,7 +52,7 @@ async def forget(fleet: FleetClient, link: Link, model: str) -> Forgotten:
     await link.read("DEL", card(model))
     try:
         await asyncio.sleep(CARD_FRESH_S + _SPARE_S)
-        await _check(fleet, link, model, parts)
+        await _check(link, model, parts)
     except BaseException:
         await _announce(link, model, fields)
         raise
@@ -62,8 +63,8 @@ async def forget(fleet: FleetClient, link: Link, model: str) -> Forgotten:
     return Forgotten(tuple(sorted(name.decode() for name in names)), dead)
 
 
-async def _check(fleet: FleetClient, link: Link, model: str, parts: list[Keys]) -> None:
-    workers = [worker.id for worker in await fleet.workers(model)]
+async def _check(link: Link, model: str, parts: list[Keys]) -> None:
+    workers = [worker.id for worker in await read_roster(link, Keys(partition(model)))]
     if workers:
         raise StillServed(f"{model} is served by {', '.join(workers)}")
     waiting = sum([await link.read("XLEN", keys.lane(lane)) for keys in parts for lane in LANES])

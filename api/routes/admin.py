@@ -15,6 +15,7 @@ from api.answers import json_response
 from api.deps import Services, ServicesDep, json_body
 from api.errors import ApiError, invalid
 from api.openapi import ERROR_RESPONSES, request_body
+from api.roster import live_workers
 from api.schemas import StrictBody
 from shared.adapters import (
     TARGETS_FILE,
@@ -72,7 +73,7 @@ async def add_adapter(body: Annotated[AdapterBody, Depends(json_body(AdapterBody
     card = (await services.catalog.resolve(body.model)).card
     record = await asyncio.to_thread(_read, services, card, body)
     await services.admin.adapters.add(card.name, record)
-    return json_response(_adapter(card.name, record, await services.fleet.workers(card.name)))
+    return json_response(_adapter(card.name, record, await live_workers(services.fleet, card.name)))
 
 
 @router.get("/loras", responses=ERROR_RESPONSES)
@@ -80,7 +81,7 @@ async def list_adapters(services: ServicesDep, model: str | None = None) -> Resp
     """List the adapters of a model, or of all models, and the workers that have each one loaded."""
     entries: list[dict[str, object]] = []
     for name in await _models(services, model):
-        workers = await services.fleet.workers(name)
+        workers = await live_workers(services.fleet, name)
         entries += [_adapter(name, record, workers) for record in await services.catalog.adapters(name)]
     return json_response({"object": "list", "data": entries})
 
@@ -128,7 +129,7 @@ async def list_workers(services: ServicesDep, model: str | None = None) -> Respo
     entries: list[dict[str, object]] = []
     for name in await _models(services, model):
         records = await services.catalog.adapters(name)
-        entries += [_worker(worker, records) for worker in await services.fleet.workers(name)]
+        entries += [_worker(worker, records) for worker in await live_workers(services.fleet, name)]
     return json_response({"object": "list", "data": entries})
 
 
@@ -136,7 +137,7 @@ async def list_workers(services: ServicesDep, model: str | None = None) -> Respo
 async def drain_worker(worker_id: str, services: ServicesDep) -> Response:
     """Ask a worker to take nothing more, finish or hand back what it runs, and end, within a few seconds."""
     for name in await services.catalog.names():
-        for worker in await services.fleet.workers(name):
+        for worker in await live_workers(services.fleet, name):
             if worker.id == worker_id:
                 await services.admin.orders.drain(name, worker_id)
                 records = await services.catalog.adapters(name)

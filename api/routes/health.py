@@ -10,6 +10,7 @@ from api.answers import json_response
 from api.deps import Services, ServicesDep
 from api.errors import overloaded
 from api.metrics import CONTENT_TYPE
+from api.roster import live_workers
 from shared.client import FleetUnavailable
 
 router = APIRouter(tags=["operations"])
@@ -78,7 +79,7 @@ async def _readiness(services: Services) -> Response:
     try:
         async with asyncio.timeout(services.settings.health_timeout_s):
             await services.fleet.ping()
-            workers = {name: len(await services.fleet.workers(name)) for name in await services.fleet.models()}
+            workers = {name: len(await live_workers(services.fleet, name)) for name in await services.fleet.models()}
         report["workers"] = workers
         if not any(workers.values()) and not services.settings.ready_without_workers:
             reason = "no worker is alive"

@@ -167,11 +167,11 @@ class ScriptedFleet:
         return {record.name: record for record in await self.adapters(model) if record.name in names}
 
     async def adapters(self, model: str) -> Sequence[AdapterRecord]:
-        self._check()
+        await self.card(model)
         return self.registered
 
     async def workers(self, model: str) -> Sequence[WorkerInfo]:
-        self._check()
+        await self.card(model)
         live = 0 if model in self.departed else self.live
         return [WorkerInfo(f"w{number}", model, "ready") for number in range(live)]
 

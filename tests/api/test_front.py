@@ -5,7 +5,7 @@ import inspect
 import logging
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from fastapi.routing import APIRoute
@@ -100,6 +100,18 @@ async def test_readiness_may_do_without_workers_where_they_scale_to_zero() -> No
         assert (await caller.get("/health/ready")).status == 200
         fleet.down = FleetUnavailable("x")
         assert "queue" in (await unready(caller))["message"]
+
+
+async def test_a_model_that_is_forgotten_meanwhile_hides_no_other() -> None:
+    class Forgetful(ScriptedFleet):
+        async def models(self) -> Sequence[str]:
+            return [*await super().models(), "gone"]
+
+    async with running(Forgetful()) as caller:
+        assert (await caller.get("/health/ready")).json()["workers"] == {"org/demo": 1, "gone": 0}
+        assert [worker["model"] for worker in (await caller.get("/admin/workers")).json()["data"]] == ["org/demo"]
+        for path in ("/metrics", "/admin/loras", "/v1/models"):
+            assert (await caller.get(path)).status == 200, path
 
 
 async def unready(caller: Caller) -> dict[str, str]:

@@ -775,6 +775,18 @@ async def test_live_workers_are_listed_with_what_they_say(
     assert await fleet.depth(MODEL) == 2
 
 
+@pytest.mark.parametrize("name", ["nope", "no such name"])
+async def test_what_an_unknown_model_has_is_not_told_as_nothing(
+    fleet: FleetClient, queue: WorkerQueue, name: str
+) -> None:
+    asked = (fleet.workers, fleet.adapters, fleet.queue, fleet.depth, fleet.dead_letters)
+    for ask in asked:
+        with pytest.raises(UnknownModel, match=f"'{name}' is not served here; known: {MODEL}"):
+            await ask(name)
+    for ask in (fleet.workers, fleet.adapters):
+        assert await ask(MODEL) == []
+
+
 async def test_previews_are_published_and_never_stored(
     fleet: FleetClient, queue: WorkerQueue, fleet_redis: Any
 ) -> None:
