@@ -4,6 +4,7 @@ from api.errors import invalid
 from api.schemas import GenerationBody
 from shared.card import ModelCard
 from shared.commands import LogitEdits
+from shared.vocabulary import find_foreign, spelled
 
 _MOST_BIAS = 100.0
 
@@ -23,8 +24,9 @@ def _bias(body: GenerationBody, card: ModelCard) -> tuple[tuple[int, float], ...
     found: dict[int, float] = {}
     for name, bias in (body.logit_bias or {}).items():
         where = f"logit_bias.{name[:40]}"
-        if not (name.isascii() and name.isdecimal() and len(name) < 12 and int(name) < card.vocab_size):
-            raise invalid(where, f"{where}: keys are token ids, 0 to {card.vocab_size - 1}")
+        is_number = name.isascii() and name.isdecimal() and len(name) < 12
+        if not is_number or find_foreign([int(name)], card.vocab_size):
+            raise invalid(where, f"{where}: keys are token ids, {spelled(card.vocab_size)}")
         if not -_MOST_BIAS <= bias <= _MOST_BIAS:
             raise invalid(where, f"{where} is {bias}; a bias is -100 to 100")
         found[int(name)] = bias

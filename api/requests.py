@@ -19,6 +19,7 @@ from shared.complaints import path_of
 from shared.constraints import Constraint
 from shared.decoding import Decoding
 from shared.keys import new_request_id, pick_partition
+from shared.vocabulary import find_foreign
 
 _DECODING: TypeAdapter[Decoding] = TypeAdapter(Decoding)
 _DECODING_OPTIONS = (
@@ -198,10 +199,15 @@ def check_prompt(prompt: list[int], card: ModelCard, field: str) -> None:
     """Raises `ApiError` for a prompt that is empty or has ids that are none of the model's."""
     if not prompt:
         raise invalid(field, f"{field} is empty")
-    wrong = next((index for index, token in enumerate(prompt) if not 0 <= token < card.vocab_size), None)
-    if wrong is not None:
-        where = path_of((field, wrong))
-        raise invalid(where, f"{where} is {prompt[wrong]}; token ids of this model are 0 to {card.vocab_size - 1}")
+    check_token_ids(prompt, card, field)
+
+
+def check_token_ids(token_ids: Sequence[int], card: ModelCard, field: str) -> None:
+    """Raises `ApiError` for ids that are none of the model's."""
+    if foreign := find_foreign(token_ids, card.vocab_size):
+        index, told = foreign
+        where = path_of((field, index))
+        raise invalid(where, f"{where} {told}")
 
 
 def _max_tokens(body: GenerationBody, prompt_tokens: int, card: ModelCard, prompt_field: str) -> int:
@@ -241,10 +247,7 @@ def _sampling(body: GenerationBody, card: ModelCard) -> Sampling:
 
 def _stop_token_ids(body: GenerationBody, card: ModelCard) -> tuple[int, ...]:
     ids = tuple(body.stop_token_ids or ())
-    for index, token in enumerate(ids):
-        if not 0 <= token < card.vocab_size:
-            where = path_of(("stop_token_ids", index))
-            raise invalid(where, f"{where} is {token}; token ids of this model are 0 to {card.vocab_size - 1}")
+    check_token_ids(ids, card, "stop_token_ids")
     return ids
 
 

@@ -9,6 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from shared.complaints import about, complaint_of, path_of
 from shared.messages import ROLES, folded, role_for_template
+from shared.vocabulary import find_foreign
 
 _A_PROMPT = "must be a string, a list of token ids, or a list of messages"
 
@@ -52,9 +53,9 @@ def prompt_parts(prompt: object, vocab_size: int) -> list[int] | list[dict[str, 
     if parts and isinstance(parts[0], Mapping):
         return [_message(f"prompt[{index}]", part) for index, part in enumerate(parts)]
     token_ids = [_token_id(f"prompt[{index}]", part) for index, part in enumerate(parts)]
-    for index, token in enumerate(token_ids):
-        if not 0 <= token < vocab_size:
-            raise InvalidArgument(f"prompt[{index}]", f"is {token}; token ids of this model are 0 to {vocab_size - 1}")
+    if foreign := find_foreign(token_ids, vocab_size):
+        index, told = foreign
+        raise InvalidArgument(f"prompt[{index}]", told)
     return token_ids
 
 

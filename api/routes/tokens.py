@@ -1,6 +1,5 @@
 """POST /tokenize and /detokenize: the model's tokenizer, without the model."""
 
-from collections.abc import Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Depends
@@ -10,10 +9,9 @@ from starlette.responses import Response
 
 from api.answers import json_response
 from api.deps import ServicesDep, json_body
-from api.errors import invalid
 from api.openapi import ERROR_RESPONSES, request_body
+from api.requests import check_token_ids
 from api.schemas import ChatMessage, Integer, StrictBody
-from shared.complaints import path_of
 
 router = APIRouter(tags=["native"])
 
@@ -59,12 +57,5 @@ async def detokenize(
 ) -> Response:
     """Return the text of ids, special tokens included."""
     model = await services.catalog.resolve(body.model)
-    _check_ids(body.tokens, model.card.vocab_size)
+    check_token_ids(body.tokens, model.card, "tokens")
     return json_response({"prompt": model.tokenizer.decode(body.tokens, skip_special=False)})
-
-
-def _check_ids(ids: Sequence[int], vocab_size: int) -> None:
-    wrong = next((index for index, token in enumerate(ids) if not 0 <= token < vocab_size), None)
-    if wrong is not None:
-        where = path_of(("tokens", wrong))
-        raise invalid(where, f"{where} is {ids[wrong]}; token ids of this model are 0 to {vocab_size - 1}")

@@ -114,6 +114,21 @@ async def test_a_wrong_chat_field_is_named(
     assert fleet.commands == []
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "where"),
+    [
+        ("/generate", {"prompt": [4, 400]}, "prompt[1] is 400; "),
+        ("/generate", {"prompt": "x", "stop_token_ids": [400]}, "stop_token_ids[0] is 400; "),
+        ("/detokenize", {"tokens": [4, 400]}, "tokens[1] is 400; "),
+    ],
+)
+async def test_a_token_that_the_model_has_not_is_told_alike_wherever_it_stands(
+    caller: Caller, path: str, body: dict[str, Any], where: str
+) -> None:
+    response = await caller.post(path, body)
+    assert response.json()["error"]["message"] == f"{where}token ids of this model are 0 to 399"
+
+
 async def test_a_missing_prompt_is_required(caller: Caller) -> None:
     response = await caller.post("/generate", {})
     assert response.error["code"] == "missing_required_parameter"
