@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, assert_never
 
-from pydantic import TypeAdapter, ValidationError
-
 from api.catalog import ServedModel
 from api.errors import ApiError, invalid, unsupported
 from api.infill import Fill
@@ -17,11 +15,10 @@ from shared.card import ModelCard
 from shared.commands import Generate, Lane, Limits, Preview, Sampling, Webhook
 from shared.complaints import path_of
 from shared.constraints import Constraint
-from shared.decoding import Decoding
+from shared.decoding import Decoding, ForeignOption, chosen
 from shared.keys import new_request_id, pick_partition
 from shared.vocabulary import find_foreign
 
-_DECODING: TypeAdapter[Decoding] = TypeAdapter(Decoding)
 _DECODING_OPTIONS = (
     "threshold",
     "steps",
@@ -277,25 +274,20 @@ def _cfg_scale(options: DiffusionOptions, card: ModelCard) -> float:
 def _decoding(options: DiffusionOptions, default: Decoding) -> Decoding | None:
     """Return the asked strategy; unset options are the model's own, or the strategy's if that is another one."""
     strategy = _strategy(options)
-    chosen = {name: getattr(options, name) for name in _DECODING_OPTIONS if getattr(options, name) is not None}
+    given = {name: getattr(options, name) for name in _DECODING_OPTIONS if getattr(options, name) is not None}
     if options.early_stop is not None:
-        chosen.setdefault("filler_rules", options.early_stop)
-    if strategy is None and "threshold" not in chosen and "steps" not in chosen and options.preset is not None:
+        given.setdefault("filler_rules", options.early_stop)
+    if strategy is None and "threshold" not in given and "steps" not in given and options.preset is not None:
         preset = _preset(options.preset)
         strategy = preset.pop("strategy", None)
-        chosen = preset | chosen
-    if strategy is None and not chosen:
+        given = preset | given
+    if strategy is None and not given:
         return None
-    base: dict[str, Any] = default.model_dump() if strategy in (None, default.strategy) else {"strategy": strategy}
     try:
-        return _DECODING.validate_python(base | chosen)
-    except ValidationError as error:
-        # The values were checked one by one: what remains is an option that the strategy does not have.
-        name = error.errors(include_input=False, include_url=False)[0]["loc"][-1]
-        message = (
-            f"diffusion.{name} does not apply to strategy {base['strategy']}; set diffusion.strategy to one that has it"
-        )
-        raise invalid(f"diffusion.{name}", message) from None
+        return chosen(strategy, given, default)
+    except ForeignOption as error:
+        message = f"diffusion.{error}; set diffusion.strategy to one that has it"
+        raise invalid(f"diffusion.{error.option}", message) from None
 
 
 def _preset(preset: Preset) -> dict[str, Any]:

@@ -4,9 +4,10 @@ The rules themselves are pure functions in `worker.decoding`; this module only n
 front or a direct submitter can build and check them without torch. The union is discriminated by `strategy`.
 """
 
-from typing import Annotated, Literal, get_args
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 Confidence = Literal["model", "tempered", "filtered"]
 
@@ -297,3 +298,29 @@ Strategy = Literal[
 """What a caller may ask for by name; the others are chosen by what a family is."""
 
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+
+KINDS: Mapping[str, type[BaseModel]] = {
+    kind.model_fields["strategy"].default: kind for kind in get_args(get_args(Decoding)[0])
+}
+"""Each strategy's class, by its name."""
+_DECODING: TypeAdapter[Decoding] = TypeAdapter(Decoding)
+
+
+class ForeignOption(ValueError):
+    """The strategy has no such option."""
+
+    def __init__(self, option: str, strategy: str) -> None:
+        super().__init__(f"{option} does not apply to strategy {strategy}")
+        self.option = option
+
+
+def chosen(strategy: str | None, options: Mapping[str, object], default: Decoding) -> Decoding:
+    """Return what is asked for. Options that are unset are the default's, or the strategy's if that is another one.
+
+    Raises `ForeignOption`, pydantic's ValidationError.
+    """
+    name = default.strategy if strategy is None else strategy
+    if name in KINDS and (foreign := [option for option in options if option not in KINDS[name].model_fields]):
+        raise ForeignOption(foreign[0], name)
+    base: dict[str, Any] = default.model_dump() if name == default.strategy else {"strategy": name}
+    return _DECODING.validate_python(base | dict(options))

@@ -201,6 +201,10 @@ def generate(
         float | None, typer.Option(callback=finite, min=0.0, max=1.0, help="Accept tokens at least this probable.")
     ] = None,
     block_length: Annotated[int | None, typer.Option(min=1, help="Positions denoised together.")] = None,
+    options: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="Another option of the decoding strategy; repeat it."),
+    ] = None,
     lora: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME[:SCALE]", help="Run under this adapter; repeat it, their effects are summed."),
@@ -251,6 +255,7 @@ def generate(
         json_schema=None if json_schema is None else _schema(json_schema),
         infill=template,
         loras=tuple(map(_lora, lora or ())),
+        options=_strategy_options(options or [], strategy, threshold),
     )
 
     def tell(canvas: Canvas) -> str:
@@ -266,6 +271,20 @@ def _lora(argument: str) -> tuple[str, float]:
         return use_of(argument)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--lora") from error
+
+
+def _strategy_options(given: list[str], strategy: str | None, threshold: float | None) -> dict[str, object]:
+    if not given:
+        return {}
+    from shared.cli.strategy_options import options_from
+
+    try:
+        options = options_from(given, strategy)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--set") from error
+    if threshold is not None and "threshold" in options:
+        raise typer.BadParameter("threshold is given by --threshold too", param_hint="--set")
+    return options
 
 
 async def _generate(

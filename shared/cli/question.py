@@ -2,7 +2,8 @@
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,6 +33,8 @@ class Question:
     before: tuple[tuple[str, str], ...] = ()
     loras: tuple[tuple[str, float], ...] = ()
     """Name and scale of the adapters that it runs under."""
+    options: Mapping[str, object] = field(default_factory=dict[str, object])
+    """Further options of the decoding strategy."""
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -43,7 +46,7 @@ class Question:
     def decoding(self) -> dict[str, object]:
         """What it asks of the sampler, by the names that the protocol has for it."""
         given = {"strategy": self.strategy, "threshold": self.threshold}
-        return {name: value for name, value in given.items() if value is not None}
+        return {name: value for name, value in given.items() if value is not None} | dict(self.options)
 
 
 _OPTIONS = {
@@ -63,14 +66,18 @@ _OPTIONS = {
 _FIELD = "|".join(sorted(map(re.escape, _OPTIONS), key=len, reverse=True))
 _PLACE = r"(?:\[\d+\])?(?:\.(?:name|scale))?"
 _NAMED = re.compile(
-    rf"\A({_FIELD}){_PLACE}(?=[: ])|(?<=\()({_FIELD}){_PLACE}(?=\)\Z)|(?<= )(max_tokens|block_length)(?= )"
+    rf"\A({_FIELD}){_PLACE}(?=[: ])|(?<=\()({_FIELD}){_PLACE}(?=\)\Z)"
+    r"|(?<= )(max_tokens|block_length|diffusion\.strategy)(?= )"
 )
+_SET = re.compile(r"\Adiffusion\.(?!template)([a-z_]+)(?=[: ])")
+"""What has no option of its own is given by --set."""
 
 
 def as_typed(complaint: str) -> str:
     """Return a fleet's complaint with options in place of fields: where it begins with one, ends in one in parentheses,
     or has one that is no word of English."""
-    return _NAMED.sub(lambda found: _OPTIONS[found[1] or found[2] or found[3]], complaint)
+    named = _NAMED.sub(lambda found: _OPTIONS[found[1] or found[2] or found[3]], complaint)
+    return _SET.sub(r"--set \1", named)
 
 
 def schema_of(argument: str) -> dict[str, Any]:

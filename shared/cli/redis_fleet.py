@@ -20,7 +20,7 @@ from shared.client import (
 )
 from shared.commands import Generate, Limits, LoraUse, Preview, Sampling
 from shared.constraints import JsonSchema
-from shared.decoding import STRATEGIES, Decoding
+from shared.decoding import STRATEGIES, Decoding, ForeignOption, chosen
 from shared.events import Delta, Event, Failed, Finished, Queued, Snapshot, Started
 from shared.settings import queue_url
 
@@ -45,6 +45,8 @@ async def ask(redis_url: str, question: Question, *, frames: bool) -> AsyncGener
                 yield states
     except FleetUnavailable as error:
         raise Stop(Exit.UNREACHABLE, f"no Redis answers at the given --redis-url: {error}") from error
+    except ForeignOption as error:
+        raise Stop(Exit.REFUSED, f"diffusion.{error}; set diffusion.strategy to one that has it") from error
     except ValidationError as error:
         raise Stop(Exit.REFUSED, _complaint(error)) from error
     except (UnknownModel, NoDefaultModel, PromptTooLong, InvalidArgument) as error:
@@ -62,23 +64,32 @@ def _complaint(error: ValidationError) -> str:
 
 
 async def _command(fleet: FleetClient, question: Question, frames: bool) -> Generate:
+    model = await fleet.default_model() if question.model is None else question.model
     command = await fleet.command(
-        question.model,
+        model,
         question.prompt if question.raw else question.messages,
         sampling=Sampling(),
         temperature=question.temperature,
         seed=question.seed,
         limits=Limits(),
         max_tokens=question.max_tokens,
-        decoding=_DECODING.validate_python({"strategy": "threshold"} | question.decoding)
-        if question.decoding
-        else None,
+        decoding=await _decoding(fleet, model, question),
         preview=Preview() if frames else None,
         lane="rt",
     )
     constraint = None if question.json_schema is None else JsonSchema(json_schema=question.json_schema)
     lora = await _loras(fleet, command.model, question) if question.loras else ()
     return command.model_copy(update={"block_length": question.block_length, "constraint": constraint, "lora": lora})
+
+
+async def _decoding(fleet: FleetClient, model: str, question: Question) -> Decoding | None:
+    """Return what the api makes of the same question; raises `ForeignOption`, ValidationError."""
+    options = question.decoding
+    if not options:
+        return None
+    strategy = options.pop("strategy", None)
+    default = _DECODING.validate_python((await fleet.card(model)).decoding)
+    return chosen(None if strategy is None else str(strategy), options, default)
 
 
 async def _loras(fleet: FleetClient, model: str, question: Question) -> tuple[LoraUse, ...]:

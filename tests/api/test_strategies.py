@@ -6,10 +6,8 @@ import pytest
 
 from api.requests import _DECODING_OPTIONS  # pyright: ignore[reportPrivateUsage]
 from api.schemas import DiffusionOptions, Strategy
-from shared.decoding import Decoding
+from shared.decoding import KINDS
 from tests.api.scripted import Caller, ScriptedFleet
-
-KINDS = {kind.model_fields["strategy"].default: kind for kind in get_args(get_args(Decoding)[0])}
 
 
 @pytest.mark.parametrize("name", get_args(Strategy))

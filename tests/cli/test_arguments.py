@@ -1,5 +1,6 @@
 """Arguments that are wrong are refused by name, before anything is started."""
 
+import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -14,6 +15,8 @@ from shared.cli.canvas import Canvas
 from shared.cli.doctor import Finding, Verdict, print_findings
 from shared.cli.exits import Exit
 from shared.cli.question import as_typed
+from shared.cli.strategy_options import options_from
+from shared.decoding import KINDS
 from tests.cli.fleet_process import diffleet
 
 NOBODY = "redis://127.0.0.1:1/0"
@@ -150,11 +153,54 @@ def test_bench_refuses_what_is_no_number_in_the_words_of_who_typed_it(option: st
         ("there is no such adapter 'max_tokens' (lora[0].name)", "there is no such adapter 'max_tokens' (--lora)"),
         ("prompt is 5 tokens and max_tokens is 9: 14", "prompt is 5 tokens and --max-tokens is 9: 14"),
         ("diffusion.threshold: not with sequential", "--threshold: not with sequential"),
+        ("diffusion.eps is not a known option", "--set eps is not a known option"),
+        (
+            "diffusion.steps does not apply to strategy factor; set diffusion.strategy to one that has it",
+            "--set steps does not apply to strategy factor; set --strategy to one that has it",
+        ),
+        ("diffusion.template[0] is empty", "diffusion.template[0] is empty"),
         ("there is no model 'seed': the models are demo", "there is no model 'seed': the models are demo"),
     ],
 )
 def test_a_complaint_of_the_fleet_names_the_option_that_was_typed(told: str, shown: str) -> None:
     assert as_typed(told) == shown
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["steps"], "'steps' is not NAME=VALUE"),
+        (["steps=2", "steps=3"], "steps is given twice"),
+        (["speed=2"], "'speed' is none of the options that the strategies have: block_cache, bound, "),
+        (["--strategy=factor", "steps=2"], "'steps' is none of the options that strategy factor has: confidence, "),
+        (["strategy=factor"], "'strategy' is none of the options"),
+        (["steps=0"], "steps must be greater than or equal to 1"),
+        (["steps=many"], "steps must be an integer"),
+        (["max_blocks=2.5"], "max_blocks must be an integer"),
+        (["tau_acc=2"], "tau_acc must be less than or equal to 1"),
+        (["bound=1e999"], "bound must be a finite number"),
+        (["bound=NaN"], "bound must be a finite number"),
+        (["fallback=rightmost"], "fallback must be 'confidence' or 'leftmost'"),
+        (["--threshold=0.5", "threshold=0.7"], "threshold is given by --threshold too"),
+    ],
+)
+def test_a_wrong_option_of_a_strategy_is_named_before_anything_is_asked(given: list[str], told: str) -> None:
+    options = [one if one.startswith("--") else f"--set={one}" for one in given]
+    ended = CliRunner().invoke(commands.app, ["generate", "x", "--url", "http://127.0.0.1:1", *options])
+    assert ended.exit_code == Exit.USAGE
+    assert f"Invalid value for --set: {told}" in " ".join(ended.stderr.split())
+
+
+def test_options_of_a_strategy_are_numbers_truths_and_words() -> None:
+    given = ["steps=4", "threshold=1", "filler_rules=false", "fallback=leftmost", "confidence=filtered"]
+    wanted = {"steps": 4, "threshold": 1, "filler_rules": False, "fallback": "leftmost", "confidence": "filtered"}
+    for strategy in ("low_confidence_dynamic", None, "one of tomorrow"):
+        assert options_from(given, strategy) == wanted
+    for kind in KINDS.values():
+        names = kind.model_fields.keys() - {"strategy"}
+        defaults = {name: getattr(kind(), name) for name in names}
+        texts = [f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in defaults.items()]
+        assert options_from(texts, kind.model_fields["strategy"].default) == defaults
 
 
 @pytest.mark.parametrize(("finish", "told"), [("max_tokens", True), ("max_model_len", True), ("stop_token", False)])

@@ -36,11 +36,26 @@ def test_options_reach_the_model(live_fleet: Up) -> None:
     common = ("generate", "Where?", "--url", live_fleet.url, "--max-tokens", "16", "--watch")
     at_once, one_by_one = diffleet(*common, "--threshold", "0"), diffleet(*common, "--threshold", "1")
     longer = diffleet(*common, "--threshold", "0", "--block-length", "8")
-
-    def forwards(done: str) -> int:
-        return int(done.split(" forwards")[0].rsplit(" ", 1)[1])
-
     assert forwards(one_by_one.stderr) > forwards(at_once.stderr) > forwards(longer.stderr)
+
+
+def test_options_of_a_strategy_reach_the_model_by_http_and_redis(live_fleet: Up) -> None:
+    common = ("generate", "Where?", "--max-tokens", "16", "--watch", "--seed", "1", "--block-length", "8")
+    for where in (("--url", live_fleet.url), ("--redis-url", live_fleet.redis_url)):
+        told = {
+            steps: diffleet(*common, *where, "--strategy", "low_confidence_static", "--set", f"steps={steps}").stderr
+            for steps in (2, 8)
+        }
+        assert "16 tokens" in told[2] and forwards(told[8]) > forwards(told[2])
+        own = diffleet(*common, *where, "--set", "confidence=tempered", "--set", "threshold=0")
+        assert own.returncode == 0 and forwards(own.stderr) < forwards(told[8])
+        foreign = diffleet(*common, *where, "--set", "bound=0.5")
+        assert foreign.returncode == 4
+        assert foreign.stderr.startswith("diffleet: --set bound does not apply to strategy ")
+
+
+def forwards(told: str) -> int:
+    return int(told.split(" forwards")[0].rsplit(" ", 1)[1])
 
 
 @pytest.mark.parametrize("through", ["http", "redis"])

@@ -11,7 +11,7 @@ import pytest
 from api.access import hash_key
 from api.routes.playground import MEDIA_TYPES, PAGE
 from api.schemas import DiffusionOptions, Strategy
-from shared.decoding import Decoding
+from shared.decoding import KINDS
 from tests.api.scripted import Caller, ScriptedFleet, running
 
 FOLDER = files("api") / "playground"
@@ -94,8 +94,7 @@ def test_every_diffusion_knob_is_a_field_of_the_api() -> None:
 def test_every_number_of_a_strategy_has_a_knob_that_is_shown_with_it() -> None:
     applies = dict(re.findall(r"^  (\w+): \[([^\]]*)\],$", SOURCES["request.js"], re.M))
     choices = {"strategy", "confidence", "fallback", "filler_rules", "early_stop"}
-    for kind in get_args(get_args(Decoding)[0]):
-        strategy = kind.model_fields["strategy"].default
+    for strategy, kind in KINDS.items():
         if strategy in get_args(Strategy):
             options = {*kind.model_fields} & {*DiffusionOptions.model_fields} - choices
             assert set(re.findall(r"\w+", applies[strategy])) == options, strategy
