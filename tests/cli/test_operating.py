@@ -4,7 +4,7 @@ import contextlib
 import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -227,13 +227,24 @@ def test_what_is_meant_for_a_folder_without_a_fleet_reaches_no_other(
     assert asked == []
 
 
+@pytest.fixture
+def slow_fleet(tiny_model: Path, short_folder: Path) -> Iterator[Up]:
+    """A fleet that takes some ten minutes for 4,000 tokens, so that no request ends before it is looked at."""
+    up = Up(short_folder, tiny_model, "--model-name", "demo", "--fake", "--prompt", "", DIFFLEET_STEP_MS="600")
+    try:
+        yield up.wait_serving()
+        assert up.stop() == 0
+    finally:
+        up.put_down()
+
+
 @pytest.mark.slow
-def test_an_open_request_is_listed_told_about_and_aborted(live_fleet: Up) -> None:
-    where = ("--redis-url", live_fleet.redis_url)
-    body = {"prompt": "Once", "max_tokens": 2000, "stream": True, "ignore_eos": True}
-    with httpx.stream("POST", f"{live_fleet.url}/generate", json=body, trust_env=False, timeout=60) as response:
+def test_an_open_request_is_listed_told_about_and_aborted(slow_fleet: Up) -> None:
+    where = ("--redis-url", slow_fleet.redis_url)
+    body = {"prompt": "Once", "max_tokens": 4000, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{slow_fleet.url}/generate", json=body, trust_env=False, timeout=60) as response:
         parts = response.iter_bytes()
-        next(parts)
+        next(part for part in parts if re.search(rb'"text":"[^"]', part))
         listed = diffleet("requests", *where)
         (request_id,) = re.findall(r"^(r_\S+) +running", listed.stdout, re.M)
         told = diffleet("requests", request_id, *where)
