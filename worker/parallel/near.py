@@ -6,6 +6,7 @@ its part of the numbers and all of them fetch the parts, so that every rank has 
 """
 
 import itertools
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,8 @@ from torch import Tensor
 _MOST_BYTES = 32 * 2**20
 _WORD = 16
 """Bytes that a thread moves at once; each rank's part is whole words."""
+_meetings = 0
+"""Of this process."""
 
 
 class NearSum:
@@ -24,6 +27,8 @@ class NearSum:
         know its address."""
         import torch.distributed._symmetric_memory as symmetric
 
+        global _meetings
+        _meetings += 1
         self._size = size
         assert dist.group.WORLD is not None
         self._group = dist.group.WORLD.group_name
@@ -41,6 +46,15 @@ class NearSum:
         flat.view(x.shape).copy_(x)
         torch.ops.symm_mem.two_shot_all_reduce_(flat, "sum", self._group)
         return flat.view(x.shape)
+
+
+def met_alike(least: Callable[[int], int]) -> bool:
+    """Return whether all ranks' processes have met others as often; `least` gives the least of all ranks' values.
+
+    PyTorch numbers meetings by process (issue 196082 of its repository): a process that leads its second group would
+    wait for ever for ranks that are in their first one.
+    """
+    return least(_meetings) == -least(-_meetings)
 
 
 def are_near(size: int) -> bool:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from worker.parallel.near import NearSum, are_near
+from worker.parallel.near import NearSum, are_near, met_alike
 
 _PATIENCE = timedelta(minutes=5)
 """Ranks load at different speeds. One that dies is noticed otherwise, at once."""
@@ -40,7 +40,8 @@ class TorchPeers:
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         own = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_PATIENCE, device_id=own)
-        self._near = NearSum(size, device) if own is not None and are_near(size) else None
+        near = own is not None and are_near(size) and met_alike(self.least)
+        self._near = NearSum(size, device) if near else None
 
     def sum(self, x: Tensor) -> Tensor:
         if self._near is not None and self._near.takes(x):
