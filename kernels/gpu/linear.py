@@ -41,10 +41,9 @@ _MAX_TOKENS_ANYWAY = 256
 _ENOUGH_WORK = 0.9
 """Of the multiprocessors in each turn."""
 
-_FOLDED = (range(1, 65), range(225, 257))
-"""Numbers of tokens for which an 8B's products are faster with the norms between them folded in: those of the tilings
-that 32, 64 and 256 tokens take. Of 128 they were as fast, of 320 and 384 slower; others were not timed. So it was
-in a form that found the tokens' factors before it multiplied (docs/benchmarks)."""
+_FOLDED = range(1, 129)
+"""Numbers of tokens for which steps of an 8B are faster with the norms between products folded in. Of 192 they were as
+fast, of 256 slower (docs/benchmarks)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
 def folds(x: Tensor, weight: Tensor, reader: Tensor, *, gated: bool) -> bool:
     return (
         x.dtype == torch.bfloat16
-        and any(x.shape[0] in tokens for tokens in _FOLDED)
+        and x.shape[0] in _FOLDED
         and _clusters(x, weight, gated=False) is not None
         and clusters.addresses(reader, gated=gated)
         and choose_clusters(x.shape[0], *reader.shape, clusters.room_of(x.device), gated=gated) is not None
