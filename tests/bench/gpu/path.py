@@ -169,13 +169,14 @@ async def _both(way: Way, rows: int) -> AsyncGenerator[tuple[EngineLoop, str, Pa
                     [*command, *argv, "--ready-file", str(ready)], env=env, stdout=log, stderr=log
                 )
                 try:
+                    # One after the other: each measures what its steps take, and must have the card for itself.
+                    while not ready.exists():
+                        if worker.poll() is not None:
+                            raise RuntimeError(f"the worker ended with {worker.returncode}")
+                        await asyncio.sleep(0.1)
                     use_random_weights(*what)
                     record(steps_alone)
                     async with EngineLoop.load(read_settings(argv)) as loop:
-                        while not ready.exists():
-                            if worker.poll() is not None:
-                                raise RuntimeError(f"the worker ended with {worker.returncode}")
-                            await asyncio.sleep(0.1)
                         keep_for_good()  # as the processes of the fleet do
                         yield loop, options.url, steps_alone, steps_served
                 finally:
