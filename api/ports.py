@@ -1,6 +1,6 @@
 """What the front needs of the fleet; `shared.client.FleetClient` is the one that talks to Redis."""
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from typing import Protocol
 
 from shared.card import ModelCard
@@ -48,6 +48,10 @@ class Fleet(Protocol):
     async def abort(self, request_id: str, reason: str = ...) -> object: ...
 
     async def models(self) -> Sequence[str]: ...
+
+    async def alive(self, models: Sequence[str]) -> Collection[str]:
+        """Return those that have a live worker."""
+        ...
 
     async def default_model(self) -> str:
         """Raises `shared.client.NoDefaultModel`."""

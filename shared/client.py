@@ -518,6 +518,10 @@ class FleetClient:
         names: set[bytes] = await self._link.read("SMEMBERS", MODELS)
         return sorted(name.decode() for name in names)
 
+    async def alive(self, models: Sequence[str]) -> set[str]:
+        """Return those models that have a live worker, in two round trips for them all; raises `FleetUnavailable`."""
+        return await read_alive(self._link, models)
+
     async def default_model(self) -> str:
         """Return the model of who names none: the only one with a live worker; if none has one, the only one there is.
 
@@ -527,7 +531,7 @@ class FleetClient:
 
     async def _choose(self) -> str:
         names = await self.models()
-        return default_model(names, await read_alive(self._link, names) if names[1:] else ())
+        return default_model(names, await self.alive(names) if names[1:] else ())
 
     async def card(self, name: str) -> ModelCard:
         """Return a model's card; a changed one is seen within two seconds. Raises `UnknownModel`."""

@@ -1,19 +1,20 @@
 // The page: what is asked, who answers, and what is kept over a reload.
 import { costsOf, newRun, observe } from "./canvas.js";
 import { Card, written } from "./card.js";
-import { Refusal, chunks, end, models } from "./client.js";
+import { Refusal, chunks, end } from "./client.js";
 import { Knobs } from "./knobs.js";
+import { ModelMenu } from "./models.js";
 import { asCurl, asPython, requestOf, templateOf, withHole } from "./request.js";
 
 const SAVED = "diffleet.playground";
 const KEY = "diffleet.key";
 const PATIENCE_MS = 3000;
+const FOLLOW_MS = 5000;
 const NAMES = { chat: "Answer", continue: "Continuation", json: "Answer", infill: "Filled" };
 const $ = (id) => document.getElementById(id);
 
 const narrow = matchMedia("(max-width: 860px)");
 const page = {
-  models: [],
   history: [],
   cards: [],
   stopping: null,
@@ -21,6 +22,13 @@ const page = {
 };
 const knobs = { A: new Knobs($("knobs-a"), "A"), B: new Knobs($("knobs-b"), "B") };
 knobs.B.restore({ strategy: "low_confidence_static" });
+const menu = new ModelMenu($("model"), $("facts"), (card, isOther) => {
+  for (const side of ["A", "B"]) {
+    const before = knobs[side].save();
+    knobs[side].suit(card);
+    if (!isOther) knobs[side].restore(before);
+  }
+});
 
 function mode() {
   return document.querySelector("input[name=mode]:checked").value;
@@ -44,7 +52,7 @@ async function ask(prompt = $("prompt").value) {
   const messages = [...(mode() === "json" ? [] : page.history), { role: "user", content: prompt }];
   const runs = sides.map((side) => {
     const name = sides.length > 1 ? `Setting ${side}` : NAMES[mode()];
-    const request = requestOf(mode(), messages, prompt, $("model").value, knobs[side].values(), schema);
+    const request = requestOf(mode(), messages, prompt, menu.value, knobs[side].values(), schema);
     return newRun(name, prompt, { ...request, name: freshName() });
   });
   if (sides.length > 1) {
@@ -240,7 +248,7 @@ function tell(text) {
 function save() {
   const saved = {
     mode: mode(),
-    model: $("model").value,
+    ...menu.save(),
     prompt: $("prompt").value,
     schema: $("schema").value,
     compare: $("compare").checked,
@@ -271,43 +279,37 @@ function restore() {
   $("schema").value = saved.schema ?? $("schema").value;
   $("compare").checked = saved.compare;
   page.history = saved.history;
+  menu.restore(saved);
   for (const side of ["A", "B"]) knobs[side].restore(saved.knobs[side]);
   // Its blocks come again from the first; the steps between them were shown, and are gone.
   const runs = saved.runs.map((run) => (goesOn(run) ? { ...run, frames: [], text: "", status: "waiting" } : run));
   if (runs.length) show(runs);
   drawVerdict();
   if (runs.some(goesOn)) followAll(runs, [...page.history, { role: "user", content: runs[0].asked }]);
-  return saved.model;
 }
 
 function goesOn(run) {
   return run.status === "running" || run.status === "waiting";
 }
 
-// The model.
+// The models.
 
-async function loadModels(wanted) {
+async function loadModels() {
   try {
-    page.models = await models(key());
-    if (!page.models.length) throw new Refusal({ message: "No worker has announced a model yet." }, 0, null);
+    await menu.load(key());
   } catch (error) {
     showError(error);
-    return;
   }
-  const select = $("model");
-  select.replaceChildren(...page.models.map(({ id }) => new Option(id, id)));
-  if (page.models.some(({ id }) => id === wanted)) select.value = wanted;
-  select.disabled = false;
-  suit(wanted === undefined);
 }
 
-function suit(fresh) {
-  const model = page.models.find(({ id }) => id === $("model").value);
-  $("facts").textContent = `${model.family} · blocks of ${model.block_length} · context ${model.max_model_len}`;
-  for (const side of ["A", "B"]) {
-    const before = knobs[side].save();
-    knobs[side].suit(model);
-    if (!fresh) knobs[side].restore(before);
+/** See who has come and gone, as long as somebody looks. */
+async function followModels() {
+  if (document.hidden || page.stopping || menu.isRefused) return;
+  try {
+    // There were none, which is what the page has told.
+    if (await menu.load(key())) hideError();
+  } catch {
+    // Whoever asks for an answer is told.
   }
 }
 
@@ -357,7 +359,6 @@ $("ask").addEventListener("submit", (event) => {
 });
 $("stop").addEventListener("click", () => page.stopping?.abort());
 $("compare").addEventListener("change", compare);
-$("model").addEventListener("change", () => suit(true));
 $("hole").addEventListener("click", () => {
   const box = $("prompt");
   box.value = withHole(box.value, box.selectionStart, box.selectionEnd);
@@ -391,7 +392,7 @@ $("key-open").addEventListener("click", () => {
 $("key").addEventListener("close", () => {
   sessionStorage.setItem(KEY, $("key-value").value.trim());
   hideError();
-  loadModels($("model").value);
+  loadModels();
 });
 $("theme").addEventListener("click", () => {
   const dark = matchMedia("(prefers-color-scheme: dark)").matches;
@@ -405,8 +406,10 @@ addEventListener("pagehide", save);
 addEventListener("pageshow", () => (page.leaving = false));
 
 useTheme(localStorage.getItem("diffleet.theme"));
-const wanted = restore();
+restore();
 $("settings").open = !narrow.matches;
 compare();
 drawHistory();
-loadModels(wanted);
+loadModels();
+setInterval(followModels, FOLLOW_MS);
+document.addEventListener("visibilitychange", followModels);

@@ -17,11 +17,13 @@ router = APIRouter(tags=["openai"])
 async def list_models(services: ServicesDep) -> Response:
     """List the models that have been announced, whether or not a worker runs right now."""
     entries: list[dict[str, object]] = []
-    for name in await services.catalog.names():
+    names = await services.catalog.names()
+    alive = await services.fleet.alive(names)
+    for name in names:
         try:
-            card = await services.catalog.card(name)
-            entries.append(_entry(card))
-            entries += [_adapter(card, record) for record in await services.catalog.adapters(name)]
+            entry = _entry(await services.catalog.card(name), name in alive)
+            entries.append(entry)
+            entries += [_adapter(entry, record) for record in await services.catalog.adapters(name)]
         except ApiError:
             # One unusable or just removed card must not hide the others; asking for it by name tells.
             continue
@@ -33,25 +35,28 @@ async def get_model(name: str, services: ServicesDep) -> Response:
     """Describe one model; names may contain slashes."""
     base, colon, adapter = name.partition(":")
     card = await services.catalog.card(base)
+    entry = _entry(card, base in await services.fleet.alive([base]))
     if not colon:
-        return json_response(_entry(card))
+        return json_response(entry)
     record = await services.catalog.adapter(base, adapter)
     if record is not None:
-        return json_response(_adapter(card, record))
+        return json_response(_adapter(entry, record))
     raise ApiError(404, "model_not_found", f"model {base} has no adapter {adapter[:96]!r}", "model")
 
 
-def _adapter(card: ModelCard, record: AdapterRecord) -> dict[str, object]:
-    entry: dict[str, object] = {"id": f"{card.name}:{record.name}", "created": record.created, "digest": record.digest}
-    return _entry(card) | entry | {"parent": card.name, "root": record.path}
+def _adapter(entry: dict[str, object], record: AdapterRecord) -> dict[str, object]:
+    """Return the entry of a model under an adapter."""
+    own: dict[str, object] = {"id": f"{entry['id']}:{record.name}", "created": record.created, "digest": record.digest}
+    return entry | own | {"parent": entry["id"], "root": record.path}
 
 
-def _entry(card: ModelCard) -> dict[str, object]:
+def _entry(card: ModelCard, served: bool) -> dict[str, object]:
     return {
         "id": card.name,
         "object": "model",
         "created": card.created,
         "owned_by": "diffleet",
+        "served": served,
         "family": card.family,
         "max_model_len": card.max_model_len,
         "block_length": card.block_length,

@@ -10,6 +10,7 @@ NAMES = (
     "card.js",
     "client.js",
     "knobs.js",
+    "models.js",
     "request.js",
 )
 MEDIA_TYPES = {name: media_type(name) for name in (PAGE, *NAMES)}

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -151,8 +151,11 @@ class ScriptedFleet:
         return list(self.cards)
 
     async def default_model(self) -> str:
-        alive = [name for name in self.cards if await self.workers(name)]
-        return default_model(sorted(await self.models()), alive)
+        return default_model(sorted(await self.models()), await self.alive(list(self.cards)))
+
+    async def alive(self, models: Sequence[str]) -> Collection[str]:
+        self._check()
+        return [name for name in models if self.live and name not in self.departed]
 
     async def card(self, name: str) -> ModelCard:
         self._check()

@@ -1,6 +1,7 @@
 """Headers, probes, documents: what surrounds the endpoints."""
 
 import asyncio
+import dataclasses
 import inspect
 import logging
 import subprocess
@@ -14,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from api.app import ROUTERS
 from shared.client import FleetUnavailable
 from shared.events import Queued, Started
-from tests.api.scripted import Answer, Caller, ScriptedFleet, running, steps
+from tests.api.scripted import CARD, Answer, Caller, ScriptedFleet, running, steps
 
 
 async def test_every_answer_has_a_request_id(caller: Caller) -> None:
@@ -76,8 +77,18 @@ async def test_models_are_listed_and_described_with_slashes_in_their_names(calle
     (model,) = listed["data"]
     assert model["id"] == "org/demo" and model["object"] == "model" and isinstance(model["created"], int)
     assert (await caller.get("/v1/models/org/demo")).json() == model
+    assert model["served"] is True
     answer = await caller.get("/v1/models/org/other")
     assert (answer.status, answer.error["code"]) == (404, "model_not_found")
+
+
+async def test_models_tell_whether_somebody_serves_them(caller: Caller, fleet: ScriptedFleet) -> None:
+    fleet.cards["former"] = dataclasses.replace(CARD, name="former")
+    fleet.departed = {"former"}
+    listed = (await caller.get("/v1/models")).json()["data"]
+    assert {model["id"]: model["served"] for model in listed} == {"org/demo": True, "former": False}
+    for name in ("org/demo", "former"):
+        assert (await caller.get(f"/v1/models/{name}")).json()["served"] is (name == "org/demo")
 
 
 async def test_readiness_needs_redis_and_a_worker_and_no_drain(caller: Caller, fleet: ScriptedFleet) -> None:

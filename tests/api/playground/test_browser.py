@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from shared.events import Failed
 from shared.holes import HOLE
 from tests.api.playground.conftest import DESKTOP, PHONE
 from tests.api.playground.denoising import BLOCK, TEXT, denoise, hanging_in_the_first_block, token_count
-from tests.api.scripted import ScriptedFleet, steps
+from tests.api.scripted import CARD, ScriptedFleet, steps
 from tests.shared.tokenizers_for_tests import byte_level
 
 pytestmark = pytest.mark.slow
@@ -359,3 +360,61 @@ def test_holes_of_a_text_are_filled_together(page: Page, url: str, fleet: Script
     (command,) = fleet.commands
     assert command.template is not None and command.template.count(HOLE) == 11
     assert byte_level().decode(command.prompt) == "The "
+
+
+def test_the_model_that_has_workers_is_shown_and_followed_until_one_is_chosen(
+    page: Page, url: str, fleet: ScriptedFleet
+) -> None:
+    for name in ("a-former", "later"):
+        fleet.cards[name] = replace(CARD, name=name)
+    fleet.departed = {"a-former", "later"}
+    page.clock.install()
+    visit(page, url)
+    menu, facts = page.locator("#model"), page.locator("#facts")
+    expect(menu).to_have_value(CARD.name)
+    expect(facts).not_to_contain_text("no worker")
+
+    fleet.departed = {"a-former", CARD.name}
+    page.clock.fast_forward(6_000)
+    expect(menu).to_have_value("later")
+    fleet.departed = {CARD.name}
+    page.clock.fast_forward(6_000)
+    expect(menu.locator("option")).to_have_count(3)
+    expect(menu).to_have_value("later")
+
+    menu.select_option(CARD.name)
+    expect(facts).to_contain_text("no worker now")
+    fleet.departed = set()
+    page.clock.fast_forward(6_000)
+    expect(facts).not_to_contain_text("no worker")
+    fleet.departed = {CARD.name}
+    page.clock.fast_forward(6_000)
+    expect(facts).to_contain_text("no worker now")
+    expect(menu).to_have_value(CARD.name)
+    page.reload()
+    expect(facts).to_contain_text("no worker now")
+    expect(menu).to_have_value(CARD.name)
+
+
+def test_a_page_that_was_there_before_any_model_finds_the_first_one(page: Page, url: str, fleet: ScriptedFleet) -> None:
+    fleet.cards = {}
+    page.clock.install()
+    page.goto(url)
+    expect(page.get_by_role("alert")).to_contain_text("No worker has announced a model yet")
+    fleet.cards = {CARD.name: CARD}
+    page.clock.fast_forward(6_000)
+    expect(page.locator("#model")).to_have_value(CARD.name)
+    expect(page.get_by_role("alert")).to_be_hidden()
+    generate(page)
+    ended(page)
+
+
+def test_what_is_set_stays_while_models_are_asked_for_anew(page: Page, url: str, fleet: ScriptedFleet) -> None:
+    page.clock.install()
+    visit(page, url)
+    temperature = page.locator("#knobs-a [data-knob=temperature]")
+    temperature.fill("0.7")
+    fleet.cards["later"] = replace(CARD, name="later")
+    page.clock.fast_forward(6_000)
+    expect(page.locator("#model option")).to_have_count(2)
+    expect(temperature).to_have_value("0.7")
