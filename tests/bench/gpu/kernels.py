@@ -81,6 +81,26 @@ def bench_linear(report: Report, pace: Pace) -> None:
                 _try(report, pace, "linear", name, tokens, str(tiling), calls, gigabytes)
 
 
+def bench_shares(report: Report, pace: Pace) -> None:
+    """Smaller products: what each of two ranks has of SDAR-8B's layers, and LLaDA2-mini's."""
+    shapes = {"half a qkv": (3072, 4096, False), "half an out": (4096, 2048, False)}
+    shapes |= {"half a gate_up": (12288, 4096, True), "half a down": (4096, 6144, False)}
+    shapes |= {"llada2-mini's qkv": (3072, 2048, False), "llada2-mini's out": (2048, 2048, False)}
+    for name, (rows, inputs, gated) in shapes.items():
+        weights = [_normal(rows, inputs) for _ in range(max(2, 300_000_000 // (2 * rows * inputs)))]
+        gigabytes = 2 * rows * inputs / 1e9
+        for tokens in (32, 64, 128, 256):
+            x = _normal(tokens, inputs)
+            tiling = clusters.choose(rows, inputs, tokens, clusters.room_of(x.device), gated=gated)
+            ways = {
+                "cublas": partial(_plain, gated=gated),
+                "as chosen": kernels.gpu.linear.gated_linear if gated else kernels.gpu.linear.linear,
+                str(tiling): partial(clusters.multiply, bias=None, tiling=tiling, gated=gated),
+            }
+            for how, multiply in ways.items():
+                _try(report, pace, "share", name, tokens, how, [partial(multiply, x, w) for w in weights], gigabytes)
+
+
 def bench_layer(report: Report, pace: Pace) -> None:
     """SDAR-8B's products and the norms between them, from the output projection to the next layer's qkv."""
     shapes = ((4096, 4096), (24576, 4096), (4096, 12288), (6144, 4096))
@@ -287,6 +307,7 @@ def bench_moe(report: Report, pace: Pace) -> None:
 
 _BENCHES = {
     "linear": bench_linear,
+    "shares": bench_shares,
     "layer": bench_layer,
     "attention": bench_attention,
     "small": bench_small,
