@@ -26,7 +26,7 @@ from kernels.canvas import Field, Layout
 from worker.engine.plan import Plan, Row
 from worker.engine.ports import Decision
 from worker.foresight import NO_SLOTS, Offer, Prices, at_least, foresee
-from worker.graphs import Answer, StepGraphs
+from worker.graphs import Answer, Recorder, StepGraphs
 from worker.leadable import canvas_state
 from worker.models.spec import Commit
 from worker.parallel.graphs import LedGraphs
@@ -44,10 +44,10 @@ Progress = Callable[[int, int], None]
 """(captured, of how many)"""
 
 
-def bucket_sizes(max_rows: int) -> list[int]:
-    """Return the numbers of rows that steps are captured for: powers of two up to 32, then each 16 more."""
+def bucket_sizes(max_rows: int, stride: int = 16) -> list[int]:
+    """Return the numbers of rows that steps are captured for: powers of two up to 32, then each `stride` more."""
     most = min(max_rows, MAX_ROWS)
-    return [*(size for size in (1, 2, 4, 8, 16, *range(32, most, 16)) if size < most), most]
+    return [*(size for size in (1, 2, 4, 8, 16, *range(32, most, stride)) if size < most), most]
 
 
 @dataclass(slots=True)
@@ -84,6 +84,26 @@ class _RowAnswer:
         return any(self.flags)
 
 
+@dataclass(slots=True)
+class Turn:
+    """A plan, as far as it is about the rows that an `AheadRunner` leads; rows are told by their index in it."""
+
+    plan: Plan
+    states: ReadOnly[list[int] | None]
+    """[rows]: what the device has to be told of them; None: it cannot decide that row."""
+    led: list[int]
+    kept: set[int]
+    """Those that the step under way decides."""
+    back: dict[int, _RowAnswer]
+    """Those that have sat out, and had been decided before."""
+    apart: set[int]
+    """Those whose block stands behind something else that is not written: that goes first, by itself."""
+    flight: _Flight | None
+    """The step under way."""
+    following: _Flight | None = None
+    """The one that was launched behind it."""
+
+
 class AheadRunner:
     """Implements `worker.engine.ports.Forward`."""
 
@@ -91,7 +111,7 @@ class AheadRunner:
         """`graphs` shares the runner's pages; `sizes` are the numbers of rows that steps have, `offer` tells what
         slots and room they come with."""
         self._runner = runner
-        self._graphs = graphs
+        self.graphs = graphs
         self._sizes = sorted(sizes)
         self._layout = graphs.layout
         commits = runner.model.spec.commit is Commit.FUSED
@@ -119,7 +139,7 @@ class AheadRunner:
     def captures(self) -> list[tuple[int, Callable[[], None]]]:
         """Return (rows, capture) of all steps that may be launched; the largest first, so that the smaller ones find
         its memory."""
-        graphs, found = self._graphs, list[tuple[int, Callable[[], None]]]()
+        graphs, found = self.graphs, list[tuple[int, Callable[[], None]]]()
         ways = (True, False) if graphs.bank is not None else (False,)
         for size in reversed(self._sizes):
             heads = [partial(graphs.capture_head, size, room) for room in reversed(self._room[size])]
@@ -131,7 +151,7 @@ class AheadRunner:
 
     def capture(self, progress: Progress) -> None:
         """Capture all steps that may be launched, and learn what they take."""
-        graphs, captures = self._graphs, self.captures()
+        graphs, captures = self.graphs, self.captures()
         for done, (_, work) in enumerate(captures, 1):
             work()
             progress(done, len(captures))
@@ -152,7 +172,7 @@ class AheadRunner:
         layout, fewest = self._layout, min(layers)
         reach = min(_REACH, layout.pages * layout.page_size - 2 * layout.block)
         near = layers[fewest]
-        far = None if near is None or reach < layout.block else self._graphs.measure(rows, fewest, reach)
+        far = None if near is None or reach < layout.block else self.graphs.measure(rows, fewest, reach)
         return 0.0 if near is None or far is None else max(0.0, far - near) / (rows * reach)
 
     def choices(self) -> dict[str, object]:
@@ -161,24 +181,42 @@ class AheadRunner:
         return {"launched": {str(key): count for key, count in sorted(self._chosen.items())}, "ms": prices}
 
     def __call__(self, plan: Plan) -> Decision:
-        rows = len(plan.rows)
-        decision = Decision([[]] * rows, [[]] * rows, [[]] * rows, [None] * rows)
+        decision, turn = Decision.open(len(plan.rows)), self.begin(plan)
+        # First, for it may fail for want of memory, and nothing has changed then.
+        run_others(self._runner, plan, (turn,), decision)
+        self.launch(turn)
+        self.end(turn, decision)
+        return decision
+
+    def begin(self, plan: Plan) -> Turn:
+        """Find the rows that are led, and those of them that the step under way decides; change nothing."""
         states = self._states(plan)
-        own = [index for index, state in enumerate(states) if state is not None][: self._sizes[-1]]
+        led = [index for index, state in enumerate(states) if state is not None][: self._sizes[-1]]
         flight, kept, back = self._flight, set[int](), dict[int, _RowAnswer]()
-        for index in own:
+        for index in led:
             row, state = plan.rows[index], states[index] or []
             name = row.request_id
             if flight is not None and self._agrees(row, state, flight.asked.get(name), flight.pages.get(name, ())):
                 kept.add(index)
             elif (answer := self._unasked.get(name)) and self._agrees(row, state, answer.asked, answer.pages):
                 back[index] = answer
-        # First, for it may fail for want of memory, and nothing has changed then.
-        self._run_others(plan, set(own), kept, decision)
-        put = {index: back[index].after if index in back else states[index] or [] for index in own if index not in kept}
-        self._seat(plan, own, put)
-        self._adapted = any(plan.rows[index].lora for index in own)
-        following = self._launch({plan.rows[index].request_id: state for index, state in put.items()}, flight)
+        apart = {index for index in led if index not in kept and not self._stands(plan.rows[index])}
+        return Turn(plan, states, led, kept, back, apart, flight)
+
+    def launch(self, turn: Turn) -> None:
+        """Put rows there that do not go on by themselves, and launch the step behind the one under way."""
+        plan, back = turn.plan, turn.back
+        fresh = [index for index in turn.led if index not in turn.kept]
+        put = {index: back[index].after if index in back else turn.states[index] or [] for index in fresh}
+        self._seat(plan, turn.led, put)
+        self._adapted = any(plan.rows[index].lora for index in turn.led)
+        asked = {plan.rows[index].request_id: state for index, state in put.items()}
+        turn.following = self._launch(asked, turn.flight)
+
+    def end(self, turn: Turn, decision: Decision) -> None:
+        """Wait for the step that decides the turn's rows, and note what it has decided."""
+        plan, led, kept, back = turn.plan, turn.led, turn.kept, turn.back
+        flight, following = turn.flight, turn.following
         sitting = plan.running - {row.request_id for row in plan.rows}
         self._unasked = {name: answer for name, answer in self._unasked.items() if name in sitting}
         answers: dict[str, _RowAnswer] = {}
@@ -187,19 +225,19 @@ class AheadRunner:
             self._unasked |= {name: answers[name] for name in sitting & answers.keys() if answers[name].decides}
         if following is not None and not kept and not back:
             # Nothing that is decided is asked for: the step that was just launched is the one to wait for.
-            flight, kept = following, set(own)
+            flight, kept = following, set(led)
             following = self._launch({}, flight)
             answers = self._read(flight, following)
-        for index in own:
+        postponed = len(decision.postponed)
+        for index in led:
             row = plan.rows[index]
             self._tell(index, row, answers[row.request_id] if index in kept else back.get(index), decision)
         self._flight = following
-        self.asked += len(own)
-        self.postponed += len(decision.postponed)
-        return decision
+        self.asked += len(led)
+        self.postponed += len(decision.postponed) - postponed
 
     def _states(self, plan: Plan) -> list[list[int] | None]:
-        bank = self._graphs.bank
+        bank = self.graphs.bank
         if bank is None:
             return [canvas_state(row, self._layout) for row in plan.rows]
         bank.bring(row.lora for row in plan.rows)
@@ -207,52 +245,26 @@ class AheadRunner:
 
     def _agrees(self, row: Row, state: list[int], asked: list[int] | None, pages: tuple[int, ...]) -> bool:
         """Tell whether a step on such pages, asked for such a state, is the one that a row asks for."""
-        if asked != state or self._before(row) not in (0, self._layout.block):
+        if asked != state or not self._stands(row):
             return False
         needed = -(-row.visible_end[-1] // self._layout.page_size)
         return pages[:needed] == row.pages[:needed]
 
-    def _before(self, row: Row) -> int:
-        """Return how many positions before its canvas a row asks for."""
-        return 0 if row.canvas is None else row.canvas.start - row.start
-
-    def _run_others(self, plan: Plan, own: set[int], kept: set[int], decision: Decision) -> None:
-        """Run the rows that the device does not lead, and of those that it will lead what stands before their block."""
-        others: list[tuple[int, Row]] = []
-        for index, row in enumerate(plan.rows):
-            before = self._before(row)
-            if index not in own:
-                others.append((index, row))
-            elif index not in kept and before not in (0, self._layout.block):
-                ends = row.visible_end[:before]
-                others.append((index, replace(row, token_ids=row.token_ids[:before], visible_end=ends, canvas=None)))
-        if not others:
-            return
-        found = self._runner(Plan(tuple(row for _, row in others), plan.running))
-        for place, (index, row) in enumerate(others):
-            if row.pooled:
-                decision.pooled[index] = found.pooled[place]
-            if row.canvas is not None:
-                decision.accepted[index] = found.accepted[place]
-                decision.tokens[index] = found.tokens[place]
-                decision.confidence[index] = found.confidence[place]
-                decision.failed[index] = found.failed[place]
-                if place in found.logprobs:
-                    decision.logprobs[index] = found.logprobs[place]
-                if place in found.dead_ends:
-                    decision.dead_ends[index] = found.dead_ends[place]
+    def _stands(self, row: Row) -> bool:
+        """Tell whether a row asks for its block alone, or with the whole one before it."""
+        return _before(row) in (0, self._layout.block)
 
     # --- the rows on the device
 
-    def _seat(self, plan: Plan, own: list[int], put: Mapping[int, list[int]]) -> None:
+    def _seat(self, plan: Plan, led: list[int], put: Mapping[int, list[int]]) -> None:
         """Let rows leave, come, and learn of new pages; `put` are the states of those that do not go on."""
-        graphs, layout = self._graphs, self._layout
-        present = {plan.rows[index].request_id for index in own}
+        graphs, layout = self.graphs, self._layout
+        present = {plan.rows[index].request_id for index in led}
         for request_id in [request_id for request_id in self._seats if request_id not in present]:
             graphs.rest(self._seats.pop(request_id))
             del self._pages[request_id]
         free = sorted(set(range(self._sizes[-1])) - set(self._seats.values()), reverse=True)
-        for index in own:
+        for index in led:
             row = plan.rows[index]
             pages, request_id = row.pages[: layout.pages], row.request_id
             if index in put:
@@ -276,7 +288,7 @@ class AheadRunner:
         for request_id, seat in self._seats.items():
             if seat >= count:
                 to = holes.pop()
-                self._graphs.move(seat, to)
+                self.graphs.move(seat, to)
                 self._seats[request_id] = to
 
     def _size(self, rows: int) -> int:
@@ -289,7 +301,7 @@ class AheadRunner:
         size = self._size(max(self._seats.values()) + 1)
         slots, room = self._choose(size, fresh, behind)
         self._chosen[size, slots, room] += 1
-        answer = self._graphs.launch(size, slots, room, self._adapted)
+        answer = self.graphs.launch(size, slots, room, self._adapted)
         return _Flight(answer, slots, room, dict(self._seats), dict(self._pages), fresh)
 
     def _choose(self, size: int, fresh: dict[str, list[int]], behind: _Flight | None) -> tuple[int, int]:
@@ -333,9 +345,9 @@ class AheadRunner:
 
     def _tell(self, index: int, row: Row, answer: _RowAnswer | None, decision: Decision) -> None:
         """Note what was decided of a row of the plan; None: it was only put there, behind what stands before it."""
-        before = self._before(row)
+        before = _before(row)
         if answer is None:
-            decision.postponed[index] = row.start + before if before not in (0, self._layout.block) else None
+            decision.postponed[index] = None if self._stands(row) else row.start + before
         elif not answer.decides:
             decision.postponed[index] = row.start + before if before else None
         else:
@@ -346,12 +358,56 @@ class AheadRunner:
                 decision.failed[index] = "the model's logits are not finite"
 
 
-def make_graphs(runner: Runner, max_rows: int) -> StepGraphs:
-    """Return the steps of a model's own block length over the runner's pages."""
-    spec, page_size, scratch = runner.model.spec, runner.page_size, runner.num_pages
-    width = -(-(spec.max_model_len + 2 * spec.block_length) // page_size)
-    layout = Layout(spec.block_length, width, page_size, scratch)
-    rows = min(max_rows, MAX_ROWS)
-    if runner.model.lead is not None:
-        return LedGraphs(runner, layout, rows)
-    return StepGraphs(runner.model, runner.kv, runner.barred, runner.filler_ids, layout, rows, runner.bank)
+def run_others(runner: Runner, plan: Plan, turns: ReadOnly[Turn], decision: Decision) -> None:
+    """Run the rows that nobody leads, and of those that somebody will lead what stands before their block."""
+    led = {index for turn in turns for index in turn.led}
+    apart = {index for turn in turns for index in turn.apart}
+    others: list[tuple[int, Row]] = []
+    for index, row in enumerate(plan.rows):
+        if index not in led:
+            others.append((index, row))
+        elif index in apart:
+            before = _before(row)
+            ends = row.visible_end[:before]
+            others.append((index, replace(row, token_ids=row.token_ids[:before], visible_end=ends, canvas=None)))
+    if not others:
+        return
+    found = runner(Plan(tuple(row for _, row in others), plan.running))
+    for place, (index, row) in enumerate(others):
+        if row.pooled:
+            decision.pooled[index] = found.pooled[place]
+        if row.canvas is not None:
+            decision.accepted[index] = found.accepted[place]
+            decision.tokens[index] = found.tokens[place]
+            decision.confidence[index] = found.confidence[place]
+            decision.failed[index] = found.failed[place]
+            if place in found.logprobs:
+                decision.logprobs[index] = found.logprobs[place]
+            if place in found.dead_ends:
+                decision.dead_ends[index] = found.dead_ends[place]
+
+
+def _before(row: Row) -> int:
+    """Return how many positions before its canvas a row asks for."""
+    return 0 if row.canvas is None else row.canvas.start - row.start
+
+
+def make_graphs(
+    runner: Runner, max_rows: int, length: int | None = None, recorder: Recorder | None = None
+) -> StepGraphs:
+    """Return the steps of a block length, the model's own by default, over the runner's pages.
+
+    Adapters are for those of the model's own length alone: each of the others would be captured twice.
+    """
+    model, layout, rows = runner.model, layout_of(runner, length), min(max_rows, MAX_ROWS)
+    if model.lead is not None:
+        return LedGraphs(runner, layout, rows, recorder)
+    bank = runner.bank if layout.block == model.spec.block_length else None
+    return StepGraphs(model, runner.kv, runner.barred, runner.filler_ids, layout, rows, bank, recorder)
+
+
+def layout_of(runner: Runner, length: int | None = None) -> Layout:
+    """Return the state of rows with blocks of a length, the model's own by default."""
+    block = length or runner.model.spec.block_length
+    width = -(-(runner.model.spec.max_model_len + 2 * block) // runner.page_size)
+    return Layout(block, width, runner.page_size, runner.num_pages)

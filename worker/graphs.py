@@ -52,6 +52,41 @@ class Answer:
         return self.values
 
 
+class Recorder:
+    """Captures graphs in one memory: they run one after the other, and nothing that outlives a run lies there but the
+    answers, which are held."""
+
+    def __init__(self, device: torch.device) -> None:
+        # One for all: what a stream has freed is only found by itself again.
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._first: torch.cuda.CUDAGraph | None = None
+        self._members = 0
+
+    def join(self) -> int:
+        """Return the number of another one whose steps are captured here: 0, 1 and so on."""
+        self._members += 1
+        return self._members - 1
+
+    @torch.inference_mode()
+    def record(self, work: Callable[[], Captured], state: Tensor, mode: str) -> tuple[torch.cuda.CUDAGraph, Captured]:
+        """Return the graph of `work`, and what it returned; `state` is what it changes, and stays as it is."""
+        # Before a capture everything runs once: compilers, handles and workspaces are then in place.
+        side = self._side
+        assert side is not None
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            kept = state.clone()
+            work()
+            state.copy_(kept)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        pool = None if self._first is None else self._first.pool()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
+            found = work()
+        self._first = self._first or graph
+        return graph, found
+
+
 class StepGraphs:
     """The steps of one block length for up to `max_rows` rows, captured for some numbers of rows, slots and room.
 
@@ -67,8 +102,9 @@ class StepGraphs:
         layout: Layout,
         max_rows: int,
         bank: AdapterBank | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
-        """`bank` has the adapters that steps may run under."""
+        """`bank` has the adapters that steps may run under; `recorder` captures those of other block lengths too."""
         self.layout = layout
         self.bank = bank
         self._model = model
@@ -100,9 +136,8 @@ class StepGraphs:
         self._plain = torch.ones(max_rows * layout.block, device=device)
         self._layers: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
         self._heads: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._first: torch.cuda.CUDAGraph | None = None
-        # One for all: what a stream has freed is only found by itself again.
-        self._side = torch.cuda.Stream(device) if self._on_gpu else None
+        self._recorder = recorder or Recorder(device)
+        self._number = self._recorder.join()
 
     @property
     def kept_bytes(self) -> int:
@@ -120,25 +155,10 @@ class StepGraphs:
         if self._on_gpu:
             self._heads[rows, room] = self._record(lambda: self._run_head(rows, room))
 
-    @torch.inference_mode()
     def _record(self, work: Callable[[], Captured]) -> tuple[torch.cuda.CUDAGraph, Captured]:
-        # Before a capture everything runs once: compilers, handles and workspaces are then in place.
-        side = self._side
-        assert side is not None
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            kept = self.state.clone()
-            work()
-            self.state.copy_(kept)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
         # NCCL looks after its work in a thread of its own, which must not end a capture of this one.
         mode = "global" if share_of(self._model.module) is None else "thread_local"
-        pool = None if self._first is None else self._first.pool()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
-            found = work()
-        self._first = self._first or graph
-        return graph, found
+        return self._recorder.record(work, self.state, mode)
 
     def tidy(self) -> None:
         """Give back what only capturing needed."""

@@ -7,15 +7,17 @@ measured. What logits take while they are looked at is reckoned, from the bound 
 import logging
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as ReadOnly
 from dataclasses import dataclass, replace
 
 import torch
 
 from worker.adapters.bank import AdapterBank
-from worker.ahead import MAX_ROWS, AheadRunner, bucket_sizes, make_graphs
+from worker.ahead import MAX_ROWS, AheadRunner
 from worker.engine.plan import Plan, Row
 from worker.engine.scheduler import BatchLimits
 from worker.engine.window import cuts_windows
+from worker.lanes import make_lanes
 from worker.models import LoadedModel
 from worker.models.spec import Commit
 from worker.runner import LOGITS_AT_ONCE, Runner
@@ -47,8 +49,15 @@ NO_NEEDS = Needs(0, 0)
 
 
 @torch.inference_mode()
-def measure_needs(model: LoadedModel, limits: BatchLimits, page_size: int, bank: AdapterBank | None = None) -> Needs:
-    """Return what the work needs; `bank` has the adapters that captured steps run under.
+def measure_needs(
+    model: LoadedModel,
+    limits: BatchLimits,
+    page_size: int,
+    bank: AdapterBank | None = None,
+    lengths: ReadOnly[int] = (),
+) -> Needs:
+    """Return what the work needs; `bank` has the adapters that captured steps run under, `lengths` are those of blocks
+    that have captured steps beside the model's own.
 
     Whoever asks for the free memory afterwards is told what compilers and libraries have left of it.
     """
@@ -63,7 +72,7 @@ def measure_needs(model: LoadedModel, limits: BatchLimits, page_size: int, bank:
     if not cuts_windows(spec):
         tokens = max(tokens, min(spec.max_model_len, _LONGEST))
     began = time.perf_counter()
-    plan, steps = _measure(model, limits, tokens, page_size, bank)
+    plan, steps = _measure(model, limits, tokens, page_size, bank, lengths)
     torch.cuda.empty_cache()
     needs = Needs(plan, logits, steps)
     log.info(
@@ -75,7 +84,12 @@ def measure_needs(model: LoadedModel, limits: BatchLimits, page_size: int, bank:
 
 
 def _measure(
-    model: LoadedModel, limits: BatchLimits, tokens: int, page_size: int, bank: AdapterBank | None
+    model: LoadedModel,
+    limits: BatchLimits,
+    tokens: int,
+    page_size: int,
+    bank: AdapterBank | None,
+    lengths: ReadOnly[int] = (),
 ) -> tuple[int, int]:
     """Return the bytes of a plan of so many tokens, and of the captured steps."""
     pages = -(-tokens // page_size)
@@ -86,17 +100,20 @@ def _measure(
         # Some products are then held whole of which parts were enough.
         with bank.stand_in() as uses:
             plan = max(plan, _peak(model.device, lambda: runner(Plan((replace(row, lora=uses),)))))
-    return plan, measure_steps(runner, min(limits.max_rows, MAX_ROWS)) if limits.pages_ahead else 0
+    return plan, measure_steps(runner, min(limits.max_rows, MAX_ROWS), lengths) if limits.pages_ahead else 0
 
 
-def measure_steps(runner: Runner, max_rows: int) -> int:
-    """Return the bytes that all captured steps hold, judged by those of the most rows.
+def measure_steps(runner: Runner, max_rows: int, lengths: ReadOnly[int] = ()) -> int:
+    """Return the bytes that all captured steps hold, judged by those of the most rows of each block length."""
+    return sum(_measure_lane(runner.model.device, lane) for lane in make_lanes(runner, max_rows, lengths))
+
+
+def _measure_lane(device: torch.device, lane: AheadRunner) -> int:
+    """Return what the steps of one block length hold beside those that were captured before.
 
     The largest two, layers and head, allocate what the others share; of those that follow, each holds a little.
     """
-    device = runner.model.device
-    graphs = make_graphs(runner, max_rows)
-    captures = AheadRunner(runner, graphs, bucket_sizes(max_rows)).captures()
+    graphs, captures = lane.graphs, lane.captures()
     largest = [work for rows, work in captures if rows == captures[0][0]]
     grown = list[int]()
     for works in (largest[:2], largest[2:]):

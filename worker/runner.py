@@ -93,8 +93,7 @@ class Runner:
         pooled = _pooled(plan)
         read = canvases.sources + canvases.guide_sources
         hidden = self._forward(plan, read + [token for tokens in pooled.values() for token in tokens])
-        rows = len(plan.rows)
-        decision = Decision([[]] * rows, [[]] * rows, [[]] * rows, [None] * rows)
+        decision = Decision.open(len(plan.rows))
         if canvases.members:
             self._decide(canvases, self._propose(hidden, canvases), decision)
         offset = len(read)

@@ -2,15 +2,16 @@
 
 import logging
 import time
+from collections.abc import Sequence as ReadOnly
 from dataclasses import replace
 
 import torch
 
 from worker.adapters.bank import AdapterBank
 from worker.adapters.stack import Residents
-from worker.ahead import AheadRunner, bucket_sizes, make_graphs
 from worker.canvas_runner import CanvasRunner
 from worker.engine.ports import Forward
+from worker.lanes import Lanes, make_lanes
 from worker.leadable import goes_ahead
 from worker.models import LoadedModel
 from worker.models.spec import Commit, ModelSpec
@@ -33,14 +34,15 @@ def make_runner(
     max_rows: int = 32,
     max_model_len: int | None = None,
     ahead: bool = False,
+    lengths: ReadOnly[int] = (),
     adapters: Residents | None = None,
     bank: AdapterBank | None = None,
 ) -> Forward:
     """Return the runner for a model: canvases of noise have one of their own.
 
-    With `ahead` the steps of up to `max_rows` rows are captured, which takes seconds and is logged. No text is longer
-    than `max_model_len`. `adapters` has those that rows run under, `bank` places for those that
-    captured steps carry.
+    With `ahead` the steps of up to `max_rows` rows are captured, which takes seconds and is logged: for the model's own
+    block length, and for the other `lengths`. No text is longer than `max_model_len`. `adapters` has those that rows
+    run under, `bank` places for those that captured steps carry.
     """
     if model.spec.commit is Commit.ENCODED:
         return CanvasRunner(model, num_pages, page_size, device, adapters=adapters)
@@ -49,12 +51,12 @@ def make_runner(
     runner = Runner(model, num_pages, page_size, device, adapters=adapters, bank=bank if ahead else None)
     if not ahead:
         return runner
-    graphs = make_graphs(runner, max_rows)
-    ahead_runner = AheadRunner(runner, graphs, bucket_sizes(max_rows))
+    lanes = make_lanes(runner, max_rows, lengths)
+    leader = lanes[0] if len(lanes) == 1 else Lanes(runner, lanes)
     began = time.perf_counter()
 
     def progress(done: int, of: int) -> None:
         log.info("captured %d of %d steps, %.1f s", done, of, time.perf_counter() - began)
 
-    ahead_runner.capture(progress)
-    return ahead_runner
+    leader.capture(progress)
+    return leader

@@ -17,7 +17,7 @@ from shared.events import Delta, Failed, Finished
 from tests.fleet.models import BLOCK_LENGTH, VOCAB, write_tiny_model
 from tests.worker.texts import NoText
 from worker.ahead import AheadRunner, bucket_sizes, make_graphs
-from worker.engine.engine import Engine
+from worker.engine.engine import ChooseLength, Engine
 from worker.engine.plan import Canvas, Plan, Row
 from worker.engine.ports import Arrival, Decision, Forward, Inbox
 from worker.engine.scheduler import BatchLimits, CacheShape
@@ -54,10 +54,17 @@ def make_ahead(model: LoadedModel, num_pages: int, max_rows: int, offer: str | N
 
 
 def make_engine(
-    model: LoadedModel, forward: Forward, num_pages: int, max_rows: int, budget: int = 64, ahead: bool = True
+    model: LoadedModel,
+    forward: Forward,
+    num_pages: int,
+    max_rows: int,
+    budget: int = 64,
+    ahead: bool = True,
+    page_size: int = PAGE,
+    choose: ChooseLength | None = None,
 ) -> Engine:
-    limits = BatchLimits(max_rows, budget, pages_ahead=ahead)
-    return Engine(model.spec, CacheShape(PAGE, num_pages), limits, forward, lambda request, resume: NoText())
+    limits, cache = BatchLimits(max_rows, budget, pages_ahead=ahead), CacheShape(page_size, num_pages)
+    return Engine(model.spec, cache, limits, forward, lambda request, resume: NoText(), choose_length=choose)
 
 
 def a_request(number: int, draw: random.Random, decoding: Decoding | None = None) -> Generate:

@@ -21,6 +21,7 @@ from worker.assembly import cache_shape
 from worker.device import Placement
 from worker.engine.scheduler import BatchLimits
 from worker.graphs import StepGraphs
+from worker.lanes import Lanes, make_lanes
 from worker.memory import NO_NEEDS, Held, Needs, extrapolate, measure_needs, measure_steps
 from worker.models import LoadedModel, ModelError, load_model
 from worker.runner import Runner
@@ -110,6 +111,28 @@ def test_steps_of_the_most_rows_tell_what_all_of_them_take(model: LoadedModel, m
     assert {size[0] for size in captured} == {40} and len(captured) < count
 
 
+def test_steps_of_several_block_lengths_are_told_together(model: LoadedModel, monkeypatch):
+    """A card on which a capture takes a byte for each row and position of its length, beyond what was there before."""
+    taken, captured = [0], list[int]()
+
+    def take(graphs: StepGraphs, rows: int, *_: object) -> None:
+        captured.append(graphs.layout.block)
+        size = rows * graphs.layout.block
+        taken[0] = max(taken[0], size) + 1
+
+    monkeypatch.setattr(StepGraphs, "capture", take)
+    monkeypatch.setattr(StepGraphs, "capture_head", take)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: taken[0])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**10 - taken[0], 0))
+    runner = Runner(model, 8, PAGE, DEVICE)
+    told, largest = measure_steps(runner, 40, (4, 8)), 40 * 8
+    lanes = make_lanes(runner, 40, (4, 8))
+    kept = sum(lane.graphs.kept_bytes for lane in lanes)
+    # The shorter blocks find all memory there that the longer ones have taken.
+    assert told == kept + largest + sum(len(lane.captures()) for lane in lanes)
+    assert captured == sorted(captured, reverse=True) and set(captured) == {4, 8}
+
+
 def test_pages_get_what_is_free_once_the_needs_have_been_measured(model: LoadedModel):
     left = [10**6]
 
@@ -167,16 +190,18 @@ def test_what_stands_in_for_an_adapter_leaves_its_place(model: LoadedModel):
 
 @pytest.mark.skipif(not ON_GPU, reason="captures need a GPU")
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="other processes take and free memory of the same GPU")
-def test_captured_steps_take_what_the_plan_says(model: LoadedModel):
-    needs = measure_needs(model, LIMITS, PAGE)
+@pytest.mark.parametrize("lengths", [(), (8,)], ids=["one length", "two"])
+def test_captured_steps_take_what_the_plan_says(model: LoadedModel, lengths: tuple[int, ...]):
+    needs = measure_needs(model, LIMITS, PAGE, lengths=lengths)
     runner = Runner(model, 64, PAGE, DEVICE)
-    graphs = make_graphs(runner, LIMITS.max_rows)
-    graphs.tidy()
+    lanes = make_lanes(runner, LIMITS.max_rows, lengths)
+    lanes[0].graphs.tidy()
     # Other processes may use the card meanwhile, so only the allocator's side is looked at.
     held = torch.cuda.memory_reserved(DEVICE)
-    AheadRunner(runner, graphs, bucket_sizes(LIMITS.max_rows)).capture(lambda done, of: None)
+    Lanes(runner, lanes).capture(lambda done, of: None)
     assert needs.steps >= torch.cuda.memory_reserved(DEVICE) - held - 2**26
     before = torch.cuda.memory_reserved(DEVICE)
-    graphs.launch(LIMITS.max_rows, LIMITS.max_rows)
+    for lane in lanes:
+        lane.graphs.launch(LIMITS.max_rows, LIMITS.max_rows)
     torch.cuda.synchronize(DEVICE)
     assert torch.cuda.memory_reserved(DEVICE) == before

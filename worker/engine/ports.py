@@ -6,7 +6,7 @@ The engine knows no Redis, no clock, no thread: it takes an `Inbox`, runs one fo
 
 from collections.abc import Sequence as ReadOnly
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, Self
 
 from shared.commands import Generate
 from shared.events import Event, TokenLogprob
@@ -111,6 +111,11 @@ class Decision:
     which its keys have been written; None: nothing has been run for it."""
     logprobs: dict[int, list[TokenLogprob | None]] = field(default_factory=dict[int, list[TokenLogprob | None]])
     """Row to [block]: of the proposals, for rows that ask for them."""
+
+    @classmethod
+    def open(cls, rows: int) -> Self:
+        """Return one in which nothing is decided yet."""
+        return cls([[]] * rows, [[]] * rows, [[]] * rows, [None] * rows)
 
     def of_row(self, row: int) -> RowDecision:
         return RowDecision(self.accepted[row], self.tokens[row], self.confidence[row], self.logprobs.get(row, ()))

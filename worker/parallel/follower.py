@@ -11,7 +11,7 @@ from kernels.attention import upload
 from kernels.canvas import Layout
 from worker.batch import Batch, run_batch
 from worker.device import free_memory
-from worker.graphs import StepGraphs
+from worker.graphs import Recorder, StepGraphs
 from worker.models import LoadedModel
 from worker.models.fp8 import with_small_pages
 from worker.parallel.graphs import LED
@@ -41,7 +41,8 @@ class Follower:
         self._folder = folder
         self._peers = peers
         self._runner: Runner | None = None
-        self._graphs: StepGraphs | None = None
+        self._graphs: list[StepGraphs] = []
+        self._recorder: Recorder | None = None
         self._hidden: Tensor | None = None
 
     def follow(self, channel: Channel) -> bool:
@@ -59,9 +60,9 @@ class Follower:
                 runner = self._pages_made()
                 self._hidden = run_batch(self._model, message, runner.kv, runner.page_size, self._model.device)
             case OnGraphs():
-                if self._graphs is None or message.method not in LED:
-                    raise BrokenMessage(f"no captured steps to {message.method}")
-                getattr(self._graphs, message.method)(*message.arguments)
+                if message.number >= len(self._graphs) or message.method not in LED:
+                    raise BrokenMessage(f"no captured steps {message.number} to {message.method}")
+                getattr(self._graphs[message.number], message.method)(*message.arguments)
             case Propose():
                 propose_as_told(self._model.module, self._last_hidden(), self._pages_made().barred, message)
             case Join():
@@ -81,11 +82,15 @@ class Follower:
                     model = with_small_pages(model, self._folder)
                 self._runner = Runner(model, message.num_pages, message.page_size, model.device)
             case Graphs():
-                self._graphs = None
+                self._graphs = self._graphs[: message.number]
                 runner, layout = self._pages_made(), Layout(**message.layout)
-                self._graphs = StepGraphs(
-                    runner.model, runner.kv, runner.barred, runner.filler_ids, layout, message.max_rows
+                recorder = self._recorder if self._graphs else None
+                self._recorder = recorder or Recorder(runner.model.device)
+                made = StepGraphs(
+                    *(runner.model, runner.kv, runner.barred, runner.filler_ids, layout, message.max_rows),
+                    recorder=self._recorder,
                 )
+                self._graphs.append(made)
             case Least():
                 # It is asked before pages are made: what was there to be measured goes first.
                 self._drop_pages()
@@ -96,7 +101,8 @@ class Follower:
                 assert_never(message)
 
     def _drop_pages(self) -> None:
-        self._runner = self._graphs = self._hidden = None
+        self._runner = self._recorder = self._hidden = None
+        self._graphs.clear()
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kernels.canvas import Layout
-from worker.graphs import Answer, StepGraphs
+from worker.graphs import Answer, Recorder, StepGraphs
 from worker.parallel.messages import Graphs, OnGraphs
 from worker.runner import Runner
 
@@ -18,15 +18,15 @@ LED = frozenset(
 class LedGraphs(StepGraphs):
     """Rank 0's own: whatever it does, the others have been told to do."""
 
-    def __init__(self, runner: Runner, layout: Layout, max_rows: int) -> None:
+    def __init__(self, runner: Runner, layout: Layout, max_rows: int, recorder: Recorder | None = None) -> None:
         lead = runner.model.lead
         assert lead is not None
         self._lead = lead
-        lead.tell(Graphs(asdict(layout), max_rows))
-        super().__init__(runner.model, runner.kv, runner.barred, runner.filler_ids, layout, max_rows)
+        super().__init__(runner.model, runner.kv, runner.barred, runner.filler_ids, layout, max_rows, recorder=recorder)
+        lead.tell(Graphs(self._number, asdict(layout), max_rows))
 
     def _told(self, method: str, *arguments: Any) -> None:
-        self._lead.tell(OnGraphs(method, arguments))
+        self._lead.tell(OnGraphs(self._number, method, arguments))
 
     def capture(self, rows: int, slots: int, adapted: bool = False) -> None:
         self._told("capture", rows, slots, adapted)

@@ -68,8 +68,10 @@ class Propose:
 
 @dataclass(frozen=True, slots=True)
 class Graphs:
-    """Make captured steps over the pages; those that were there are gone."""
+    """Make captured steps over the pages."""
 
+    number: int
+    """0: those that were there are gone; else how many there are, of other block lengths."""
     layout: dict[str, Any]
     """Fields of `kernels.canvas.Layout`."""
     max_rows: int
@@ -77,8 +79,10 @@ class Graphs:
 
 @dataclass(frozen=True, slots=True)
 class OnGraphs:
-    """Call a method of the captured steps."""
+    """Call a method of captured steps."""
 
+    number: int
+    """Of which."""
     method: str
     arguments: ReadOnly[Any]
 

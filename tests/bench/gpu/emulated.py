@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 import torch
 
 import kernels
+import worker.lanes
 import worker.runners
 from kernels.canvas import Field, Layout
+from worker.ahead import layout_of
 from worker.engine.plan import Plan
 from worker.engine.ports import Decision
-from worker.graphs import Answer, StepGraphs
+from worker.graphs import Answer, Recorder, StepGraphs
 from worker.runner import Runner
 
 _LAYERS = ((1, 5.17), (2, 5.3), (4, 5.8), (8, 6.62), (16, 10.2), (32, 18.3), (64, 37.5))
@@ -86,15 +88,14 @@ class EmulatedRunner(Runner):
             raise ValueError("the emulated card decides in captured steps only")
         first, each = _PROMPT
         self.card.work(first + each * sum(len(row.token_ids) for row in plan.rows))
-        rows = len(plan.rows)
-        return Decision([[]] * rows, [[]] * rows, [[]] * rows, [None] * rows)
+        return Decision.open(len(plan.rows))
 
 
 class EmulatedGraphs(StepGraphs):
     """Every row accepts what its rule allows, of tokens and confidences that stay the same."""
 
-    def __init__(self, runner: EmulatedRunner, layout: Layout, max_rows: int) -> None:
-        super().__init__(runner.model, runner.kv, runner.barred, runner.filler_ids, layout, max_rows)
+    def __init__(self, runner: EmulatedRunner, layout: Layout, max_rows: int, recorder: Recorder | None) -> None:
+        super().__init__(runner.model, runner.kv, runner.barred, runner.filler_ids, layout, max_rows, recorder=recorder)
         self._card = runner.card
         positions = max_rows * layout.block
         self._token = torch.arange(positions) % 900
@@ -133,11 +134,11 @@ class EmulatedGraphs(StepGraphs):
 def use_emulated_card() -> None:
     """Let this process run its steps on the card that is not there."""
 
-    def make_graphs(runner: Runner, max_rows: int) -> StepGraphs:
+    def make_graphs(
+        runner: Runner, max_rows: int, length: int | None = None, recorder: Recorder | None = None
+    ) -> StepGraphs:
         assert isinstance(runner, EmulatedRunner)
-        spec = runner.model.spec
-        width = -(-(spec.max_model_len + 2 * spec.block_length) // runner.page_size)
-        return EmulatedGraphs(runner, Layout(spec.block_length, width, runner.page_size, runner.num_pages), max_rows)
+        return EmulatedGraphs(runner, layout_of(runner, length), max_rows, recorder)
 
     worker.runners.Runner = EmulatedRunner  # pyright: ignore[reportPrivateImportUsage]
-    worker.runners.make_graphs = make_graphs  # pyright: ignore[reportPrivateImportUsage]
+    worker.lanes.make_graphs = make_graphs  # pyright: ignore[reportPrivateImportUsage]

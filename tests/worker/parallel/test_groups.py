@@ -19,6 +19,7 @@ from worker.engine.engine import Engine
 from worker.engine.ports import Arrival, Forward, Inbox
 from worker.engine.scheduler import BatchLimits, CacheShape
 from worker.graphs import StepGraphs
+from worker.lanes import Lanes, make_lanes
 from worker.models import LoadedModel, load_model
 from worker.parallel.graphs import LED
 from worker.runner import Runner
@@ -35,6 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "edited": {"edits": LogitEdits(repetition_penalty=1.3, logit_bias=((40, 2.0),))},
     "told": {"logprobs": 3},
     "longer": {"limits": Limits(max_tokens=20, min_tokens=12), "sampling": WARM},
+    "longer blocks": {"block_length": 8},
     "stops last": {"decoding": Sequential(stops_last=True)},
     "embedded": {"embed": True, "limits": Limits(max_tokens=1)},
 }
@@ -68,6 +70,13 @@ def ahead(model: LoadedModel) -> Forward:
     return AheadRunner(runner, make_graphs(runner, 16), [1, 16])
 
 
+def lanes(model: LoadedModel) -> Forward:
+    runner = Runner(model, 96, 8)
+    found = make_lanes(runner, 16, (8,))
+    assert [lane.graphs.layout.block for lane in found] == [8, 4]
+    return Lanes(runner, found)
+
+
 def answers(model: LoadedModel, forward: Forward) -> dict[str, list[Event]]:
     engine = Engine(model.spec, CacheShape(8, 96), BatchLimits(16, 256), forward, lambda request, resume: NoText())
     found: dict[str, list[Event]] = {}
@@ -84,7 +93,7 @@ def said(events: list[Event]) -> list[int]:
     return [token for event in events if isinstance(event, Delta) for token in event.token_ids]
 
 
-@pytest.mark.parametrize("how", [plain, ahead])
+@pytest.mark.parametrize("how", [plain, ahead, lanes])
 def test_each_kind_of_request_is_answered_as_by_a_whole_model(
     folder: Path, shared: LoadedModel, how: Callable[[LoadedModel], Forward]
 ) -> None:
