@@ -18,11 +18,12 @@ from worker.adapters.store import AdapterStore
 from worker.adapters.targets import Target, find_targets, shapes_of
 from worker.adapters.variant import with_adapter
 from worker.adapters.weights import Adapter, load_adapter
-from worker.block_choice import choose_length
+from worker.block_choice import choose_length, lengths_to_choose_from
 from worker.constraints import Guards
 from worker.device import Placement, free_memory, guarded, place
 from worker.engine.engine import Engine
 from worker.engine.infill import can_fill
+from worker.engine.load_aware import Steady
 from worker.engine.ports import Resume
 from worker.engine.scheduler import BatchLimits, CacheShape
 from worker.engine.window import cuts_windows
@@ -112,6 +113,7 @@ def _assemble(
         pages_ahead=runs_ahead(model.spec, placement.device, settings.step_ahead),
     )
     _tell_of_turns(limits, model.spec.block_length)
+    lengths = lengths_to_choose_from(settings, model.spec, page_size_of(settings, model.spec), limits)
     targets = find_targets(model) if settings.model_store is not None else {}
     adapters = _adapter_store(settings, targets, placement)
     bank = _adapter_bank(settings, targets, adapters, model) if limits.pages_ahead else None
@@ -121,7 +123,7 @@ def _assemble(
         settings,
         model.spec,
         placement,
-        lambda page_size: kept + measure_needs(model, limits, page_size, bank).total,
+        lambda page_size: kept + measure_needs(model, limits, page_size, bank, tuple(lengths)).total,
         lambda: free_memory(placement.device) if group is None else group.free_memory(placement.device),
     )
     # A longer request could never run here, so nobody should be told that it may.
@@ -135,6 +137,7 @@ def _assemble(
         max_rows=settings.max_rows,
         max_model_len=spec.max_model_len,
         ahead=limits.pages_ahead,
+        lengths=tuple(lengths),
         adapters=adapters,
         bank=bank,
     )
@@ -146,8 +149,10 @@ def _assemble(
     forward = Metered(guarded(runner) if group is None else runner)
     book = None if redis is None else PriceBook(redis, settings.served_name, kind_of(settings, placement))
     agree = alone if book is None else book.agree
-    choose = choose_length(settings, spec, cache, limits, runner, clock_for(placement), agree)
-    engine = Engine(spec, cache, limits, forward, make_text, Guards(tokenizer, spec), choose)
+    choose = choose_length(lengths, settings, spec, cache, limits, runner, clock_for(placement), agree)
+    # Where steps are captured, rows of another length take steps of their own.
+    by_load = Steady(choose) if choose is not None and limits.pages_ahead else choose
+    engine = Engine(spec, cache, limits, forward, make_text, Guards(tokenizer, spec), by_load)
     card = card_of(
         settings.served_name,
         settings.folder,
@@ -156,7 +161,7 @@ def _assemble(
         settings.partitions,
         min(capacity, limits.largest_block) if cuts_windows(spec) else capacity,
         targets,
-        () if choose is None else tuple(choose.tokens_per_forward),
+        tuple(lengths),
     )
     return Assembly(engine, spec, tokenizer, card, placement, forward, adapters, group)
 
@@ -199,7 +204,7 @@ def cache_shape(
 
     `free` tells the bytes of the device beside the weights; None: it is the host's memory, which is not planned.
     """
-    page_size = settings.page_size or spec.block_length * max(1, _PAGE_TOKENS // spec.block_length)
+    page_size = page_size_of(settings, spec)
     useful = settings.max_rows * -(-spec.max_model_len // page_size)
     if settings.num_pages is not None:
         return CacheShape(page_size, min(settings.num_pages, useful))
@@ -216,6 +221,11 @@ def cache_shape(
     if num_pages < 1:
         raise ModelError(f"kv_cache_mb: {memory / _MIB:.1f} MiB do not hold one page of {page_size} tokens")
     return CacheShape(page_size, num_pages)
+
+
+def page_size_of(settings: WorkerSettings, spec: ModelSpec) -> int:
+    """Return the tokens of a KV page."""
+    return settings.page_size or spec.block_length * max(1, _PAGE_TOKENS // spec.block_length)
 
 
 def _head_bytes(settings: WorkerSettings, dim: int, placement: Placement) -> int:

@@ -6,10 +6,11 @@ import logging
 import math
 import platform
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from redis import Redis, exceptions
@@ -25,14 +26,17 @@ KEPT_S = 7 * 86_400
 """From the last start of a worker that goes by them: what a machine's update changes is not kept for ever."""
 _CPU_INFO = Path("/proc/cpuinfo")
 
-Measure = Callable[[], StepPrices]
-Agree = Callable[[Measure], StepPrices]
+Prices = dict[int, StepPrices]
+"""By block length."""
+Measure = Callable[[Collection[int]], Prices]
+"""For these block lengths."""
+Agree = Callable[[Collection[int], Measure], Prices]
 """Return the prices to go by; the function measures them, where nobody has."""
 
 
-def alone(measure: Measure) -> StepPrices:
+def alone(lengths: Collection[int], measure: Measure) -> Prices:
     """Go by what is measured here."""
-    return measure()
+    return measure(lengths)
 
 
 class PriceBook:
@@ -43,29 +47,29 @@ class PriceBook:
         self._client = client
         self._key = step_prices(model, kind)
 
-    def agree(self, measure: Measure) -> StepPrices:
+    def agree(self, lengths: Collection[int], measure: Measure) -> Prices:
         """Return the fleet's prices, measured now if there are none; what is measured, where Redis cannot tell."""
-        measured: StepPrices | None = None
+        measured: Prices | None = None
         try:
-            known = self._read()
+            known = self._read(lengths)
             if known is not None:
                 log.info("prices of steps: as a worker of this kind has measured them before")
                 return known
-            measured = measure()
-            content = json.dumps({"positions": measured.positions, "seconds": measured.seconds})
+            measured = measure(lengths)
+            content = json.dumps({str(length): asdict(prices) for length, prices in measured.items()})
             # The first of several that have measured at the same time decides.
             self._client.set(self._key, content, ex=KEPT_S, nx=True)
-            found = self._read()
+            found = self._read(lengths)
             if found is not None:
                 return found
             self._client.set(self._key, content, ex=KEPT_S)  # what is there, nobody can read
         except (exceptions.RedisError, OSError) as error:
             log.warning("prices of steps: measured for this worker alone, the fleet's cannot be reached: %s", error)
-        return measured or measure()
+        return measured or measure(lengths)
 
-    def _read(self) -> StepPrices | None:
+    def _read(self, lengths: Collection[int]) -> Prices | None:
         content = cast("bytes | None", self._client.get(self._key))
-        prices = None if content is None else _parse(content)
+        prices = None if content is None else _parse(content, lengths)
         if prices is not None:
             self._client.expire(self._key, KEPT_S)
         return prices
@@ -86,6 +90,7 @@ def kind_of(settings: WorkerSettings, placement: Placement) -> str:
         settings.head,
         settings.kv_dtype,
         settings.tensor_parallel,
+        settings.step_ahead,
         settings.max_rows,
         settings.token_budget,
         settings.page_size,
@@ -103,13 +108,18 @@ def _device_name(device: torch.device) -> str:
     return f"{device.type} {platform.machine()} {named[1] if named else platform.processor()}"
 
 
-def _parse(content: bytes) -> StepPrices | None:
-    """Read what `agree` has written; None for anything else."""
+def _parse(content: bytes, lengths: Collection[int]) -> Prices | None:
+    """Read what `agree` has written of these block lengths; None for anything else."""
     try:
-        fields = json.loads(content)
-        counts, seconds = tuple(map(int, fields["positions"])), tuple(map(float, fields["seconds"]))
+        told = json.loads(content)
+        found = {length: _prices(told[str(length)]) for length in lengths}
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
+    return {length: prices for length, prices in found.items() if prices is not None} if all(found.values()) else None
+
+
+def _prices(fields: Any) -> StepPrices | None:
+    counts, seconds = tuple(map(int, fields["positions"])), tuple(map(float, fields["seconds"]))
     rising = all(left < right for left, right in pairwise((0, *counts)))
     if not counts or len(counts) != len(seconds) or not rising:
         return None

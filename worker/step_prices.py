@@ -11,7 +11,7 @@ from worker.engine.ports import Forward
 from worker.engine.scheduler import CacheShape
 from worker.models.spec import ModelSpec
 
-_CONTEXT = 128
+CONTEXT = 128
 """Positions before the block, about those of a short chat."""
 _DEAR_S = 0.1
 """Behind a step that takes so long no larger one is tried: prices grow evenly there."""
@@ -55,7 +55,7 @@ def plan_of(spec: ModelSpec, cache: CacheShape, rows: int) -> Plan:
     """Return a step of rows that are half-way through a block of the model's own length."""
     block = spec.block_length
     room = min(cache.page_size * cache.num_pages, spec.max_model_len) - block
-    start = max(0, min(_CONTEXT, room)) // block * block
+    start = max(0, min(CONTEXT, room)) // block * block
     end = start + block
     canvas = Canvas(
         start=start,

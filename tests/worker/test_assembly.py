@@ -1,18 +1,23 @@
 """From settings to an engine: how the cache is sized, and what the model is announced as."""
 
+import json
+import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 
+from shared.block_lengths import FILE
 from shared.commands import Generate, Limits
-from shared.events import Failed
+from shared.events import Failed, Finished
 from shared.text import Tokenizer
 from tests.fleet import models
 from tests.fleet.models import write_tiny_model
-from worker.assembly import assemble, cache_shape
+from worker.assembly import Assembly, assemble, cache_shape
 from worker.device import Placement
+from worker.engine.load_aware import Steady
 from worker.engine.ports import Arrival, Inbox, Resume
 from worker.models import ModelError, load_model
 from worker.models.spec import ModelSpec
@@ -102,3 +107,40 @@ def test_a_folder_that_lacks_a_file_is_refused_by_its_name(tmp_path: Path, missi
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="nothing"):
         assemble(WorkerSettings(model=str(tmp_path / "nothing")))
+
+
+def test_a_worker_whose_device_leads_rows_chooses_from_the_lengths_that_it_has_steps_for(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    decoding = load_model(folder).spec.decoding.model_dump(mode="json")
+    rows = [
+        {"block_length": length, "accuracy": 0.9, "tokens_per_forward": tokens}
+        for length, tokens in ((4, 1.0), (8, 8.0), (12, 9.0))
+    ]
+    (tmp_path / FILE).write_text(json.dumps({"items": 1, "decoding": decoding, "lengths": rows}))
+
+    def made(asked: Literal["model", "auto"]) -> Assembly:
+        settings = WorkerSettings(
+            model=str(tmp_path), device="cpu", threads=1, max_rows=2, step_ahead="on", block_length=asked
+        )
+        return assemble(settings)
+
+    with caplog.at_level(logging.INFO):
+        chosen, plain = made("auto"), made("model")
+    # 12 does not divide a page of 32.
+    assert (chosen.card.block_lengths, plain.card.block_lengths) == ((4, 8), ())
+    assert isinstance(chosen.engine.choose_length, Steady) and plain.engine.choose_length is None
+    # Twice the positions at most, for eight times the tokens.
+    assert "requests that run together: 8 always" in caplog.text
+    used = list[int]()
+    for assembly in (chosen, plain):
+        request = Generate(id="g", model="tiny", prompt=(40, 41, 42), limits=Limits(max_tokens=20))
+        inbox = Inbox(arrivals=[Arrival(request, epoch=1)])
+        while inbox.arrivals or not assembly.engine.idle:
+            for event in assembly.engine.step(inbox).events:
+                if isinstance(event, Finished):
+                    used.append(event.usage.block_length)
+            inbox = Inbox()
+    assert used == [8, 4]

@@ -10,8 +10,8 @@ import pytest
 
 from shared.block_lengths import FILE, read_block_lengths
 from tests.worker.paper_model import paper_spec
-from tests.worker.test_load_aware import Priced
-from worker.block_choice import choose_length, told
+from tests.worker.test_load_aware import Priced, aware
+from worker.block_choice import choose_length, lengths_to_choose_from, told
 from worker.bundled import bundled_folder
 from worker.engine.load_aware import LoadAware, StepPrices
 from worker.engine.scheduler import BatchLimits, CacheShape
@@ -35,7 +35,9 @@ def choice(
     folder: Path, cache: CacheShape = CACHE, limits: BatchLimits = LIMITS, spec: Any = SPEC, **settings: Any
 ) -> LoadAware | None:
     options: dict[str, Any] = {"model": str(folder), "block_length": "auto", "max_rows": limits.max_rows} | settings
-    return choose_length(WorkerSettings(**options), spec, cache, limits, Priced(lambda tokens: 1.0))
+    worker = WorkerSettings(**options)
+    lengths = lengths_to_choose_from(worker, spec, cache.page_size, limits)
+    return choose_length(lengths, worker, spec, cache, limits, Priced(lambda tokens: 1.0))
 
 
 def test_a_worker_chooses_from_what_its_models_folder_tells_if_it_is_asked_to(tmp_path: Path) -> None:
@@ -60,7 +62,6 @@ def test_a_length_that_does_not_fit_pages_or_budget_is_left_out(tmp_path: Path) 
         ({"more": {"decoding": {"strategy": "sequential"}}}, "as often right"),
         ({"tokens": {4: 3.0}}, "as often right"),
         ({"tokens": TOKENS, "spec": replace(SPEC, fixed_block_length=True)}, "one block length"),
-        ({"tokens": TOKENS, "limits": BatchLimits(8, 256, pages_ahead=True)}, "captured for one"),
     ],
 )
 def test_where_there_is_no_choice_the_log_tells_why(
@@ -81,8 +82,8 @@ def test_a_file_that_is_none_stops_the_worker_with_its_fault(tmp_path: Path) -> 
 
 def test_the_choices_are_told_by_load() -> None:
     prices = StepPrices.of([(1, 0.01), (100, 0.01), (1000, 0.1)])
-    assert told(LoadAware(16, {8: 4.3, 16: 5.7, 32: 6.6}, prices, 2048), 32) == "32 up to 2, 16 up to 7, 8 beyond"
-    assert told(LoadAware(16, {16: 5.7}, prices, 2048), 32) == "16 always"
+    assert told(aware(16, {8: 4.3, 16: 5.7, 32: 6.6}, prices, 2048), 32) == "32 up to 2, 16 up to 7, 8 beyond"
+    assert told(aware(16, {16: 5.7}, prices, 2048), 32) == "16 always"
 
 
 def test_the_bundled_models_file_is_about_the_model_as_it_decodes_by_default() -> None:

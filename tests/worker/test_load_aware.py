@@ -19,7 +19,7 @@ from tests.worker.test_engine import Bench, ask, check, make_text
 from worker.bridge import resume_of
 from worker.device import Placement
 from worker.engine.engine import Engine
-from worker.engine.load_aware import MARGIN, LoadAware, StepPrices, can_choose, leaves_choice
+from worker.engine.load_aware import MARGIN, LoadAware, Steady, StepPrices, can_choose, leaves_choice
 from worker.engine.plan import Plan
 from worker.engine.ports import Arrival, Decision, Inbox
 from worker.engine.scheduler import BatchLimits, CacheShape
@@ -28,6 +28,12 @@ from worker.step_prices import clock_for, measure_prices, plan_of
 FLAT = StepPrices.of([(1, 0.01), (100_000, 0.01)])
 EACH = StepPrices.of([(1, 0.001)])
 """Every position costs the same."""
+
+
+def aware(own: int, tokens: dict[int, float], prices: StepPrices, budget: int) -> LoadAware:
+    """Return a choice where a step's price is one of its positions, whatever their blocks."""
+    return LoadAware(own, tokens, dict.fromkeys(tokens, prices), budget)
+
 
 points = st.lists(st.tuples(st.integers(1, 4096), st.floats(1e-6, 10)), min_size=1, max_size=12)
 prices = points.map(StepPrices.of)
@@ -76,7 +82,7 @@ def test_the_choice_is_the_models_own_or_faster_by_more_than_the_margin(
     tokens: dict[int, float], told: StepPrices, load: int, budget: int, data: st.DataObject
 ) -> None:
     own = data.draw(st.sampled_from(sorted(tokens)))
-    choose = LoadAware(own, tokens, told, budget)
+    choose = aware(own, tokens, told, budget)
     best = max(choose.rate(length, load) for length in tokens)
     if choose(load) == own:
         assert best <= (1 + MARGIN) * choose.rate(own, load) * (1 + 1e-12)
@@ -89,7 +95,7 @@ def test_a_length_that_runs_more_positions_for_no_more_tokens_is_never_taken_fro
     tokens: dict[int, float], told: StepPrices, load: int, budget: int, data: st.DataObject
 ) -> None:
     own = data.draw(st.sampled_from(sorted(tokens)))
-    choose = LoadAware(own, tokens, told, budget)
+    choose = aware(own, tokens, told, budget)
     taken = choose(load)
     beaten = [
         length
@@ -104,7 +110,7 @@ def test_where_positions_are_free_most_tokens_a_forward_win(
     tokens: dict[int, float], load: int, data: st.DataObject
 ) -> None:
     own = data.draw(st.sampled_from(sorted(tokens)))
-    taken = LoadAware(own, tokens, FLAT, 100_000)(load)
+    taken = aware(own, tokens, FLAT, 100_000)(load)
     assert tokens[taken] * (1 + MARGIN) * (1 + 1e-9) >= max(tokens.values())
 
 
@@ -113,7 +119,7 @@ def test_where_each_position_has_its_price_most_tokens_a_position_win_at_every_l
     tokens: dict[int, float], load: int, data: st.DataObject
 ) -> None:
     own = data.draw(st.sampled_from(sorted(tokens)))
-    choose = LoadAware(own, tokens, EACH, 100_000)
+    choose = aware(own, tokens, EACH, 100_000)
     taken = choose(load)
     worth = {length: count / (length + count) for length, count in tokens.items()}
     assert worth[taken] * (1 + MARGIN) * (1 + 1e-9) >= max(worth.values())
@@ -126,22 +132,59 @@ def test_a_faster_device_chooses_alike(
 ) -> None:
     own = data.draw(st.sampled_from(sorted(tokens)))
     scaled = StepPrices(told.positions, tuple(price * factor for price in told.seconds))
-    choose, other = LoadAware(own, tokens, told, 2048), LoadAware(own, tokens, scaled, 2048)
+    choose, other = aware(own, tokens, told, 2048), aware(own, tokens, scaled, 2048)
     assert other.rate(own, load) == pytest.approx(choose.rate(own, load) / factor)
     assert other.rate(other(load), load) == pytest.approx(other.rate(choose(load), load), rel=MARGIN + 1e-6)
 
 
 def test_of_equals_the_models_own_is_taken_and_else_the_shorter() -> None:
     tokens = {8: 5.0, 16: 5.0, 32: 5.0}
-    assert [LoadAware(own, tokens, FLAT, 2048)(4) for own in (8, 16, 32)] == [8, 16, 32]
-    assert LoadAware(64, {64: 1.0} | tokens, FLAT, 2048)(4) == 8
+    assert [aware(own, tokens, FLAT, 2048)(4) for own in (8, 16, 32)] == [8, 16, 32]
+    assert aware(64, {64: 1.0} | tokens, FLAT, 2048)(4) == 8
 
 
 def test_long_blocks_alone_and_short_ones_in_company_where_arithmetic_comes_to_bind() -> None:
     # Weights take 10 ms; from 100 positions on each takes 0.1 ms.
     told = StepPrices.of([(1, 0.01), (100, 0.01), (1000, 0.1)])
-    choose = LoadAware(16, {8: 4.3, 16: 5.7, 32: 6.6}, told, 2048)
+    choose = aware(16, {8: 4.3, 16: 5.7, 32: 6.6}, told, 2048)
     assert [choose(load) for load in (1, 2, 4, 8, 32)] == [32, 32, 16, 8, 8]
+
+
+def test_each_length_goes_by_its_own_prices() -> None:
+    tokens = {8: 4.0, 16: 5.0}
+    dear = StepPrices.of([(1, 0.02), (1000, 0.02)])
+    assert LoadAware(8, tokens, {8: FLAT, 16: dear}, 2048)(4) == 8
+    assert LoadAware(8, tokens, {8: dear, 16: FLAT}, 2048)(4) == 16
+
+
+ups_and_downs = st.lists(st.integers(1, 64), min_size=1, max_size=30)
+
+
+@given(lengths, prices, ups_and_downs, st.data())
+def test_a_steady_choice_changes_for_one_that_is_faster_by_the_margin_or_for_a_request_that_is_alone(
+    tokens: dict[int, float], told: StepPrices, loads: list[int], data: st.DataObject
+) -> None:
+    choose = aware(data.draw(st.sampled_from(sorted(tokens))), tokens, told, 2048)
+    steady, last = Steady(choose), choose.own
+    for load in loads:
+        taken = steady(load)
+        if load == 1:
+            assert taken == choose(1)
+        elif taken != last:
+            assert choose.rate(taken, load) > (1 + MARGIN) * choose.rate(last, load)
+        else:
+            assert all(choose.rate(each, load) <= (1 + MARGIN) * choose.rate(last, load) for each in tokens)
+        last = taken
+
+
+def test_a_load_that_wavers_about_a_boundary_keeps_its_length() -> None:
+    told = StepPrices.of([(1, 0.01), (100, 0.01), (1000, 0.1)])
+    choose = aware(16, {8: 4.3, 16: 5.7}, told, 2048)
+    wavering = [7, 8, 7, 8, 7, 8]
+    assert [choose(load) for load in wavering] == [16, 8, 16, 8, 16, 8]
+    steady = Steady(choose)
+    assert [steady(load) for load in wavering] == [16, 8, 8, 8, 8, 8]
+    assert [steady(load) for load in (2, 8, 1)] == [16, 8, 16]
 
 
 # --- measuring

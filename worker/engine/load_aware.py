@@ -79,7 +79,8 @@ class LoadAware:
     """The model's block length."""
     tokens_per_forward: Mapping[int, float]
     """By block length, `own` among them."""
-    prices: StepPrices
+    prices: Mapping[int, StepPrices]
+    """By block length."""
     token_budget: int
     """Query positions of a step: of more rows than it holds some wait."""
 
@@ -89,12 +90,32 @@ class LoadAware:
         # A finished block is run once more, beside the next one: each of its tokens is one position more.
         width = length + tokens
         rows = min(float(requests), max(1.0, self.token_budget / width))
-        return rows * tokens / self.prices.of_step(rows * width)
+        return rows * tokens / self.prices[length].of_step(rows * width)
 
     def __call__(self, requests: int) -> int:
         """Return the fastest length, the shorter one of equals; `own` unless that is slower by `MARGIN`."""
+        return self.choose(requests, self.own)
+
+    def choose(self, requests: int, usual: int) -> int:
+        """The same with another length than `own` as the one to be taken unless it is slower by `MARGIN`."""
         best = max(sorted(self.tokens_per_forward), key=lambda length: self.rate(length, requests))
-        return best if self.rate(best, requests) > (1 + MARGIN) * self.rate(self.own, requests) else self.own
+        return best if self.rate(best, requests) > (1 + MARGIN) * self.rate(usual, requests) else usual
+
+
+class Steady:
+    """Chooses as `LoadAware` does, but stays with its last choice unless that is slower by `MARGIN`.
+
+    For devices on which each length takes a step of its own: what comes beside others had better have theirs. A request
+    that is alone is chosen for anew.
+    """
+
+    def __init__(self, choose: LoadAware) -> None:
+        self._choose = choose
+        self._last = choose.own
+
+    def __call__(self, requests: int) -> int:
+        self._last = self._choose.choose(requests, self._last if requests > 1 else self._choose.own)
+        return self._last
 
 
 def can_choose(spec: ModelSpec) -> bool:
