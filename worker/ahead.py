@@ -31,12 +31,11 @@ from worker.leadable import canvas_state
 from worker.models.spec import Commit
 from worker.parallel.graphs import LedGraphs
 from worker.runner import Runner
+from worker.slot_prices import measure_slots
 
 MAX_ROWS = 256
 """More rows than this are decided by the plain runner."""
 
-_REACH = 1024
-"""Positions that rows see when it is measured what they take."""
 _FRESH_SHARE = 0.1
 """Of each step in the mean number of positions that a row accepts."""
 
@@ -156,24 +155,7 @@ class AheadRunner:
             work()
             progress(done, len(captures))
         graphs.tidy()
-        for size in self._sizes:
-            layers = {slots: graphs.measure(size, slots) for slots in self._slots[size]}
-            head = {room: graphs.measure_head(size, room) for room in self._room[size]}
-            known = Prices(
-                {slots: ms for slots, ms in layers.items() if ms is not None},
-                {room: ms for room, ms in head.items() if ms is not None},
-                self._price_of_keys(size, layers) if len(layers) > 1 else 0.0,
-            )
-            if known.layers and known.head:
-                self._prices[size] = known
-
-    def _price_of_keys(self, rows: int, layers: Mapping[int, float | None]) -> float:
-        """Return what a position more that a row sees takes; `layers` is what rows take that see nothing."""
-        layout, fewest = self._layout, min(layers)
-        reach = min(_REACH, layout.pages * layout.page_size - 2 * layout.block)
-        near = layers[fewest]
-        far = None if near is None or reach < layout.block else self.graphs.measure(rows, fewest, reach)
-        return 0.0 if near is None or far is None else max(0.0, far - near) / (rows * reach)
+        self._prices = measure_slots(graphs, self._slots, self._room)
 
     def choices(self) -> dict[str, object]:
         """Return what steps were launched, (rows, slots, room): how many, and what the sizes take, for reports."""

@@ -12,7 +12,6 @@ does to each position by itself, behind its attention, is done with the head, wh
 from collections.abc import Callable
 from collections.abc import Sequence as ReadOnly
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import TypeVar
 
 import torch
@@ -168,7 +167,7 @@ class StepGraphs:
 
     @torch.inference_mode()
     def measure(self, rows: int, slots: int, reach: int = 0) -> float | None:
-        """Return the ms that the layers take, for resting rows or for rows that see `reach` positions before their
+        """Return the ms that the layers take once, for resting rows or for rows that see `reach` positions before their
         block; None if they are not captured. Those rows write to any pages: only before pages are in use."""
         graph = self._layers.get((rows, slots, False))
         if graph is None or not reach:
@@ -184,7 +183,7 @@ class StepGraphs:
         return ms
 
     def measure_head(self, rows: int, room: int) -> float | None:
-        """Return the ms that the rest of a step takes; None if it is not captured."""
+        """Return the ms that the rest of a step takes once; None if it is not captured."""
         captured = self._heads.get((rows, room))
         return None if captured is None else _replay_ms(captured[0])
 
@@ -316,15 +315,12 @@ class StepGraphs:
 
 
 def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:
-    times: list[float] = []
-    for _ in range(3):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return median(times)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
 
 
 def _reference_plan(query: Query, layout: Layout, dtype: torch.dtype) -> AttentionPlan:
