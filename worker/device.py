@@ -1,5 +1,6 @@
 """Where the arithmetic runs, and in which precision."""
 
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,8 @@ import torch
 
 from worker.engine.plan import Plan
 from worker.engine.ports import Decision, DeviceFull, Forward
+
+log = logging.getLogger(__name__)
 
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 
@@ -31,6 +34,7 @@ def guarded(forward: Forward) -> Forward:
         # Here, because the exception kept the failed step's tensors alive.
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+        log.warning("the device has no memory for a step of %d rows and %d tokens", len(plan.rows), plan.tokens)
         raise DeviceFull
 
     return run

@@ -15,8 +15,10 @@ from shared.commands import Generate, Limits, LogitEdits, Preview, Sampling
 from shared.decoding import Decoding, Factor, LowConfidenceDynamic, LowConfidenceStatic, Sequential, Threshold
 from shared.events import Delta, Failed, Finished
 from tests.fleet.models import BLOCK_LENGTH, VOCAB, write_tiny_model
+from tests.worker.exhausted import Tight
 from tests.worker.texts import NoText
 from worker.ahead import AheadRunner, bucket_sizes, make_graphs
+from worker.device import guarded
 from worker.engine.engine import ChooseLength, Engine
 from worker.engine.plan import Canvas, Plan, Row
 from worker.engine.ports import Arrival, Decision, Forward, Inbox
@@ -183,6 +185,18 @@ def test_blocks_of_a_dual_cache_get_the_tokens_of_the_plain_runner(model, seed):
     forward = make_ahead(dual, 96, 6)
     assert run(make_engine(dual, forward, 96, 6, 256), waves) == run(plain, waves)
     assert forward.asked > forward.postponed > 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_that_find_no_memory_cost_no_request_and_no_token(model, seed):
+    draw = random.Random(seed)
+    waves = waves_of([a_request(number, draw) for number in range(14)], draw)
+    plain = make_engine(model, Runner(model, 96, PAGE, DEVICE), 96, 6, ahead=False)
+    ahead = make_ahead(model, 96, 6)
+    # What is captured needs no more memory than it has.
+    tight = ahead._runner = Tight(ahead._runner, room=16, seed=seed)
+    assert run(make_engine(model, guarded(ahead), 96, 6), waves) == run(plain, waves)
+    assert tight.gave_out > 0
 
 
 @pytest.mark.parametrize("budget", [16, 20, 33])

@@ -371,23 +371,82 @@ def test_nan_under_adapters_is_told_as_their_fault() -> None:
     assert (end.code, end.param) == ("unsupported", "model"), "the model's name brought it"
 
 
-def test_a_full_device_fails_the_widest_request_and_the_others_go_on() -> None:
+class FullDevice(PaperForward):
+    """Has memory for so many tokens a step, and none for steps that some requests are part of."""
+
+    def __init__(self, room: int = 10**9) -> None:
+        super().__init__(200, 4)
+        self.room = room
+        self.greedy: set[str] = set()
+        self.refused = 0
+
+    def __call__(self, plan: Plan) -> Decision:
+        if plan.tokens > self.room or any(row.request_id in self.greedy for row in plan.rows):
+            self.refused += 1
+            raise DeviceFull
+        return super().__call__(plan)
+
+
+def bench_on(device: FullDevice) -> Bench:
     bench = Bench()
-    short, wide, late = ask([1], 12), ask([2] * 30, 12), ask([3], 12)
+    bench.forward = bench.engine._forward = device
+    return bench
 
-    class FullDevice(PaperForward):
-        def __call__(self, plan: Plan) -> Decision:
-            if plan.tokens > 24:
-                raise DeviceFull
-            return super().__call__(plan)
 
-    bench.forward = FullDevice(200, 4)
-    bench.engine._forward = bench.forward
-    bench.run([short, wide, late])
-    end = bench.end(wide)
-    assert isinstance(end, Failed) and (end.code, end.seq) == ("out_of_memory", 2)
+@given(arriving=st.lists(requests, min_size=1, max_size=6), room=st.integers(16, 60))
+@settings(max_examples=60, deadline=None)
+def test_a_step_for_which_there_is_no_memory_is_made_smaller_and_costs_no_request(
+    arriving: list[Generate], room: int
+) -> None:
+    # A block and the one before it, of 8 positions each, are what no request does without.
+    bench = bench_on(FullDevice(room))
+    bench.run(arriving)
+    for request in arriving:
+        check(bench, request)
+
+
+def test_a_long_prompt_is_read_in_smaller_parts_where_memory_is_short() -> None:
+    device = FullDevice(room=12)
+    bench = bench_on(device)
+    short, wide = ask([1], 12), ask([2] * 30, 12)
+    bench.run([short, wide])
     check(bench, short)
-    check(bench, late)
+    check(bench, wide)
+    assert 0 < device.refused < 5
+
+
+def test_a_request_for_which_there_is_no_memory_alone_ends_and_the_others_go_on() -> None:
+    device = FullDevice()
+    bench = bench_on(device)
+    others = [ask([number] * number, 24, seed=number, ignore_eos=True) for number in range(1, 8)]
+    for greedy in (ask([9], 12), ask([9] * 30, 12)):
+        device.greedy.add(greedy.id)
+        bench.run([*others[:4], greedy, *others[4:]])
+        end = bench.end(greedy)
+        assert isinstance(end, Failed) and (end.code, end.seq) == ("out_of_memory", 2)
+        for request in others:
+            check(bench, request)
+        others = [ask(one.prompt, 24, seed=one.sampling.seed, ignore_eos=True) for one in others]
+    assert device.refused < 2 * 12
+
+
+def test_steps_hold_all_they_may_again_once_there_is_memory() -> None:
+    device = FullDevice(room=8)
+    bench = bench_on(device)
+    arriving = [ask([number], 180, ignore_eos=True) for number in range(4)]
+    bench.step(Inbox(arrivals=[Arrival(request, 1) for request in arriving]))
+    for _ in range(40):
+        bench.step()
+    assert all(plan.tokens <= 8 for plan in device.plans)
+    refused, device.room = device.refused, 10**9
+    for _ in range(4 * 40):
+        bench.step()
+    assert len(device.plans[-1].rows) == len(device.plans[-1].running) > 2
+    assert bench.engine._scheduler.shortage.budget is None
+    assert 0 < refused == device.refused
+    bench.run()
+    for request in arriving:
+        check(bench, request)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from worker.engine.embedding import Embedding
 from worker.engine.infill import refusal_of
 from worker.engine.kinds import decodes_by, kind_of
 from worker.engine.load_aware import leaves_choice
-from worker.engine.plan import Canvas, DeadEnd, Guard, Plan
+from worker.engine.plan import Canvas, DeadEnd, Guard
 from worker.engine.ports import Arrival, Decision, DeviceFull, Forward, Inbox, Load, Outbox, Resume, TextDecoder
 from worker.engine.scheduler import BatchLimits, CacheShape, Scheduler
 from worker.engine.sequence import Sequence
@@ -89,9 +89,11 @@ class Engine:
         try:
             decision = self._forward(plan)
         except DeviceFull:
-            # One request ends, the others' state is as it was: their rows come again in the next step.
-            self._fail(_widest(plan, sequences), "out_of_memory", "no memory for this request's step", outbox.events)
+            # All state is as it was: the rows come again, fewer in a step. One for which there is none alone ends.
+            if not self._scheduler.shortage.halve(plan):
+                self._fail(sequences[0], "out_of_memory", "no memory for this request's step", outbox.events)
             return outbox
+        self._scheduler.shortage.passed(len(self._scheduler.running))
         for index, (row, sequence) in enumerate(zip(plan.rows, sequences, strict=True)):
             if isinstance(sequence, Embedding):
                 self._gather(sequence, row.end, decision.pooled[index], outbox.events)
@@ -294,9 +296,3 @@ class Engine:
         # What a faulty step wrote may be what made it fail.
         self._scheduler.remove(sequence, spoiled=True)
         events.append(sequence.failed(code, message, param))
-
-
-def _widest(plan: Plan, sequences: list[Sequence]) -> Sequence:
-    """Return the sequence with the most query positions, of equal ones the youngest."""
-    widths = zip((len(row.token_ids) for row in plan.rows), sequences, strict=True)
-    return max(widths, key=lambda pair: (pair[0], pair[1].order))[1]

@@ -1,11 +1,14 @@
 """Who runs in the next step: admission, fairness, preemption. Integers and lists only."""
 
 from bisect import insort
+from collections.abc import Sequence as ReadOnly
 from dataclasses import dataclass
 
 from worker.engine.pages import PagePool
 from worker.engine.plan import Plan, Row, chunk_end
 from worker.engine.sequence import Sequence
+from worker.engine.shortage import Shortage
+from worker.engine.window import Window
 from worker.models.spec import Commit
 
 
@@ -35,6 +38,29 @@ def _age(sequence: Sequence) -> int:
     return sequence.order
 
 
+def _is_prefill(sequence: Sequence, window: Window) -> bool:
+    """True for what may be cut; nothing is gained by cutting a block and the one before it."""
+    return window.divisible and window.end - window.start > 2 * sequence.block_length
+
+
+def _in_turn(ready: ReadOnly[Sequence], budget: int) -> list[tuple[Sequence, Row]]:
+    """Return rows of so many query tokens together, in this order; the first one also if it alone has more."""
+    pairs: list[tuple[Sequence, Row]] = []
+    left = budget
+    for sequence in ready:
+        window, end = sequence.window(), 0
+        if _is_prefill(sequence, window):
+            # The first chunk holds a block, be that too much.
+            room = left // sequence.copies if pairs else max(left // sequence.copies, sequence.context_block)
+            end = chunk_end(window.start, window.end, sequence.context_block, room)
+        elif not pairs or (window.end - window.start) * sequence.copies <= left:
+            end = window.end
+        if end > window.start:
+            pairs.append((sequence, sequence.row(window, end)))
+            left -= (end - window.start) * sequence.copies
+    return pairs
+
+
 class Scheduler:
     """Keeps the waiting and the running sequences, oldest first, and turns them into plans.
 
@@ -44,11 +70,13 @@ class Scheduler:
       always finishes.
     - Denoise rows and prefill chunks share the token budget. A long prompt gets what the denoise rows leave, and at
       least a quarter of the budget, so neither starves the other.
+    - While the device is short of memory rows take turns in steps that hold less, and at least one row each.
     """
 
     def __init__(self, cache: CacheShape, limits: BatchLimits) -> None:
         self.pool = PagePool(cache.num_pages, cache.page_size)
         self.limits = limits
+        self.shortage = Shortage(limits.token_budget)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.preemptions = 0
@@ -182,9 +210,11 @@ class Scheduler:
         ready = [s for s in self.running if self._missing(s) <= 0]
         # Longest unplanned first, so that rows which did not fit this time go first next time.
         ready.sort(key=lambda s: (s.planned_at, s.order))
+        if self.shortage.budget is not None:
+            return _in_turn(ready, self.shortage.budget)
         windows = [(sequence, sequence.window()) for sequence in ready]
-        prefill = [(s, w) for s, w in windows if w.divisible and w.end - w.start > 2 * s.block_length]
-        denoise = [(s, w) for s, w in windows if not (w.divisible and w.end - w.start > 2 * s.block_length)]
+        prefill = [(s, w) for s, w in windows if _is_prefill(s, w)]
+        denoise = [(s, w) for s, w in windows if not _is_prefill(s, w)]
         # A prompt gets a quarter of the budget at least, and never less than the block that a chunk must hold.
         share = max(budget // 4, min(s.block_length * s.copies for s, _ in prefill)) if prefill else 0
         left = budget - share
