@@ -188,13 +188,14 @@ def test_blocks_of_a_dual_cache_get_the_tokens_of_the_plain_runner(model, seed):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_steps_that_find_no_memory_cost_no_request_and_no_token(model, seed):
+def test_steps_that_find_no_memory_cost_no_request_and_no_token(model, seed, monkeypatch):
     draw = random.Random(seed)
     waves = waves_of([a_request(number, draw) for number in range(14)], draw)
     plain = make_engine(model, Runner(model, 96, PAGE, DEVICE), 96, 6, ahead=False)
     ahead = make_ahead(model, 96, 6)
     # What is captured needs no more memory than it has.
-    tight = ahead._runner = Tight(ahead._runner, room=16, seed=seed)
+    tight = Tight(ahead._runner, room=16, seed=seed)
+    monkeypatch.setattr(ahead, "_runner", tight)
     assert run(make_engine(model, guarded(ahead), 96, 6), waves) == run(plain, waves)
     assert tight.gave_out > 0
 
