@@ -11,7 +11,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.fp8 import dequantize
 from kernels.swiglu import swiglu
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The weights of a layer's experts: of the dtype of its tokens, or e4m3 beside float32 scales.
+
+    Scales are [experts, outputs], or [experts, outputs / 128, inputs / 128] (rounded up) for blocks of 128 x 128. Only
+    weights are quantized: tokens are multiplied as they are, and the products are those of what the weights stand for.
+    """
+
+    gate_up: Tensor
+    """[experts, 2 * inner, hidden], gate first."""
+    down: Tensor
+    """[experts, hidden, inner]"""
+    gate_up_scale: Tensor | None = None
+    down_scale: Tensor | None = None
+    shared: bool = False
+    """The last expert is not among those that are chosen, all tokens have it, with weight 1."""
+
+    @property
+    def count(self) -> int:
+        """How many can be chosen."""
+        return len(self.down) - self.shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,44 +111,44 @@ def _highest(values: Tensor, count: int) -> Tensor:
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
-def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *, shared: bool = False) -> Tensor:
+def experts(x: Tensor, ids: Tensor, weights: Tensor, stack: Experts) -> Tensor:
     """Return for each token the weighted sum of its experts' outputs, [tokens, hidden].
 
-    x [tokens, hidden]; ids and weights from `route`; gate_up [experts, 2 * inner, hidden], gate first; down
-    [experts, hidden, inner]. An id of -1 adds nothing. `shared`: the last expert is not among those that are chosen,
-    all tokens have it, with weight 1. Sums are float32.
+    x [tokens, hidden]; ids and weights from `route`. An id of -1 adds nothing. Sums are float32.
     """
     total = x.new_zeros(x.shape, dtype=torch.float32)
     for expert in ids.unique().tolist():
         if expert < 0:
             continue
         tokens, slots = (ids == expert).nonzero(as_tuple=True)
-        out = swiglu(x[tokens] @ gate_up[expert].T) @ down[expert].T
-        total.index_add_(0, tokens, out.float() * weights[tokens, slots, None])
-    if shared:
-        total += (swiglu(x @ gate_up[-1].T) @ down[-1].T).float()
+        total.index_add_(0, tokens, _pass(x[tokens], stack, expert).float() * weights[tokens, slots, None])
+    if stack.shared:
+        total += _pass(x, stack, -1).float()
     return total.to(x.dtype)
 
 
+def _pass(x: Tensor, stack: Experts, expert: int) -> Tensor:
+    """Return an expert's output for x [n, hidden]."""
+    inner = swiglu(_product(x, stack.gate_up, stack.gate_up_scale, expert))
+    return _product(inner, stack.down, stack.down_scale, expert)
+
+
+def _product(x: Tensor, weight: Tensor, scale: Tensor | None, expert: int) -> Tensor:
+    if scale is None:
+        return x @ weight[expert].T
+    return (x.float() @ dequantize(weight[expert], scale[expert], torch.float32).T).to(x.dtype)
+
+
 def mix(
-    x: Tensor,
-    logits: Tensor,
-    router: Router,
-    gate_up: Tensor,
-    down: Tensor,
-    bias: Tensor | None = None,
-    *,
-    first: int = 0,
-    shared: bool = False,
+    x: Tensor, logits: Tensor, router: Router, stack: Experts, bias: Tensor | None = None, *, first: int = 0
 ) -> Tensor:
     """Return what `experts` makes of x [tokens, hidden] with what `route` chooses by logits [tokens, experts].
 
-    gate_up and down hold the experts from number `first` on, and the shared one behind them; those that lie elsewhere
-    add nothing. The router has no capacity.
+    The stack holds the experts from number `first` on, and the shared one behind them; those that lie elsewhere add
+    nothing. The router has no capacity.
     """
     ids, weights = route(logits, router, bias)
-    here = len(down) - shared
-    if here < logits.shape[1]:
+    if stack.count < logits.shape[1]:
         ids = ids - first
-        ids = ids.masked_fill((ids < 0) | (ids >= here), -1)
-    return experts(x, ids, weights, gate_up, down, shared=shared)
+        ids = ids.masked_fill((ids < 0) | (ids >= stack.count), -1)
+    return experts(x, ids, weights, stack)

@@ -87,20 +87,43 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 def mixtures() -> None:
     """LLaDA2-mini's mixture for few and for many tokens, one with uneven sides, and one with a capacity."""
     from kernels.gpu import moe, router
+    from kernels.moe import Experts
 
     rule, bias = Router(8, "sigmoid", 8, 4, True, 2.5), torch.zeros(256)
     gate_up, down = torch.empty(257, 256, 256, dtype=torch.bfloat16), torch.empty(257, 256, 128, dtype=torch.bfloat16)
     for tokens in (32, 256, 1024, 2304):
         x = random(tokens, 256)
-        moe.mix(
-            x, router.router_logits(x, random(256, 256, dtype=torch.float32)), rule, gate_up, down, bias, shared=True
-        )
+        logits = router.router_logits(x, random(256, 256, dtype=torch.float32))
+        moe.mix(x, logits, rule, Experts(gate_up, down, shared=True), bias)
     for dtype in (torch.float32, torch.bfloat16):
         wide, narrow = random(4, 140, 100, dtype=dtype), random(4, 100, 70, dtype=dtype)
         ids = torch.zeros(40, 2, dtype=torch.int64)
-        moe.experts(random(40, 100, dtype=dtype), ids, torch.ones(40, 2), wide, narrow)
+        moe.experts(random(40, 100, dtype=dtype), ids, torch.ones(40, 2), Experts(wide, narrow))
     bound = Router(8, "softmax", capacity=24)
     router.route(random(9, 256, dtype=torch.float32), bound, None, torch.zeros(9, dtype=torch.int64))
+
+
+def small_experts() -> None:
+    """Experts of 8 bits with scales for outputs and for blocks, by the tiles of few and many tokens, and unevenly."""
+    from kernels.gpu import moe
+    from kernels.moe import Experts
+
+    small = torch.float8_e4m3fn
+    for sizes, numbers in (((256, 256, 128), (32, 256, 1024)), ((4, 100, 70), (40,))):
+        count, hidden, inner = sizes
+        gate_up, down = (
+            torch.zeros(count, 2 * inner, hidden, dtype=small),
+            torch.zeros(count, hidden, inner, dtype=small),
+        )
+        up, across, low = -(-2 * inner // 128), -(-hidden // 128), -(-inner // 128)
+        for scales in (
+            (torch.ones(count, 2 * inner), torch.ones(count, hidden)),
+            (torch.ones(count, up, across), torch.ones(count, across, low)),
+        ):
+            stack = Experts(gate_up, down, *scales)
+            for tokens in numbers:
+                ids = torch.zeros(tokens, 8, dtype=torch.int64)
+                moe.experts(random(tokens, hidden), ids, torch.ones(tokens, 8), stack)
 
 
 def statistics() -> None:
@@ -179,7 +202,7 @@ def launched() -> set[str]:
     return found - {"kernels.gpu.overlap wait_for_inputs", "kernels.gpu.overlap release_and_wait"}
 
 
-GROUPS = {each.__name__: each for each in (mixtures, statistics, attentions, products, canvases)}
+GROUPS = {each.__name__: each for each in (mixtures, small_experts, statistics, attentions, products, canvases)}
 
 
 def main() -> None:

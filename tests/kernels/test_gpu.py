@@ -40,7 +40,7 @@ from kernels.gpu.attention import Tile, attend, choose_tile
 from kernels.kv_write import kv_write
 from kernels.linear import gated_linear, linear
 from kernels.lora import Factors, assign, lora, lora_swiglu
-from kernels.moe import Router, experts, mix, route
+from kernels.moe import Experts, Router, experts, mix, route
 from kernels.noise import gumbel
 from kernels.rms_norm import rms_norm
 from kernels.rope import rope, rope_tables
@@ -494,8 +494,8 @@ def test_grouped_experts_agree(dtype, tokens, count, hidden, inner, top_k):
     down = normal(count, hidden, inner, dtype=dtype, seed=3, scale=inner**-0.5)
     ids, weights = route(normal(tokens, count, dtype=torch.float32, seed=4), Router(top_k=top_k))
     ids[-1, 0], weights[-1, 0] = -1, 0.0
-    out = kernels.gpu.moe.experts(x, ids, weights, gate_up, down)
-    wide = experts(x.float(), ids, weights, gate_up.float(), down.float())
+    out = kernels.gpu.moe.experts(x, ids, weights, Experts(gate_up, down))
+    wide = experts(x.float(), ids, weights, Experts(gate_up.float(), down.float()))
     # Gate, product and share are rounded one after the other.
     assert relative_error(out, wide) < 1.5 * TOLERANCE[dtype]
 
@@ -521,37 +521,41 @@ def test_experts_mix_as_the_router_chooses_wherever_they_lie(dtype, tokens, name
     bias = normal(everyone, dtype=torch.float32, seed=3, scale=0.1) if router.scoring == "sigmoid" else None
     gate_up = normal(count + shared, 2 * inner, hidden, dtype=dtype, seed=4, scale=hidden**-0.5)
     down = normal(count + shared, hidden, inner, dtype=dtype, seed=5, scale=inner**-0.5)
-    how = {"first": first, "shared": shared}
-    wide = mix(x.float(), logits, router, gate_up.float(), down.float(), bias, **how)
+    wide = mix(x.float(), logits, router, Experts(gate_up.float(), down.float(), shared=shared), bias, first=first)
     for _ in range(2):  # what counts the pairs is left as it was found
-        out = kernels.gpu.moe.mix(x, logits, router, gate_up, down, bias, **how)
+        out = kernels.gpu.moe.mix(x, logits, router, Experts(gate_up, down, shared=shared), bias, first=first)
         assert relative_error(out, wide) < 1.5 * TOLERANCE[dtype]
 
 
 def test_a_router_with_a_capacity_does_not_mix_without_the_blocks_of_its_tokens():
     x, weight = torch.zeros(2, 32, device=DEVICE), torch.zeros(24, 32, 32, device=DEVICE)
     with pytest.raises(ValueError, match="blocks"):
-        kernels.gpu.moe.mix(x, x[:, :24], _ROUTERS["llada2.2"], weight, weight[:, :, :16])
+        kernels.gpu.moe.mix(x, x[:, :24], _ROUTERS["llada2.2"], Experts(weight, weight[:, :, :16]))
 
 
 @pytest.mark.parametrize("ranks", (1, 2, 8))
-def test_tiles_are_chosen_by_the_tokens_that_come_to_an_expert_wherever_the_others_lie(ranks):
-    x, count = torch.zeros(1024, 128, dtype=NARROW, device=DEVICE), 64 // ranks
-    gate_up, down = x.new_zeros(count, 128, 128), x.new_zeros(count, 128, 64)
-    layout = kernels.gpu.moe._lay_out(x, 2, gate_up, down, shared=False, everywhere=64)
-    assert layout.lists.block_m == 64  # 32 tokens an expert
-    assert layout.lists.tiles >= count + 1024 * 2 // 64 - 1  # all may come here
+def test_tiles_are_chosen_by_the_tokens_that_come_to_an_expert_wherever_the_others_lie(monkeypatch, ranks):
+    x, count = normal(1024, 128, dtype=NARROW, seed=1), 64 // ranks
+    stack, lists = Experts(x.new_zeros(count, 128, 128), x.new_zeros(count, 128, 64)), []
+
+    def note(logits, router, bias, blocks, valid, ids, weights, made, first):
+        lists.append(made)
+
+    monkeypatch.setattr(kernels.gpu.moe, "choose", note)
+    monkeypatch.setattr(kernels.gpu.moe, "_multiply_all", lambda *_: x)
+    kernels.gpu.moe.mix(x, normal(1024, 64, dtype=torch.float32, seed=2), Router(2), stack)
+    assert lists[0].block_m == 64  # 32 tokens an expert
+    assert lists[0].tiles >= count + 1024 * 2 // 64 - 1  # all may come here
 
 
 @pytest.mark.parametrize("each", (2, 10, 40, 80))
 @pytest.mark.parametrize("tokens, favourite", [(150, 2), (150, 0), (200, None)])
-def test_products_in_one_launch_agree_with_those_in_two_however_unevenly_tokens_are_spread(
-    monkeypatch, tokens, favourite, each
-):
+def test_products_in_one_launch_agree_with_those_in_two_however_unevenly_tokens_are_spread(tokens, favourite, each):
     count, hidden, inner, top_k = 4, 128, 64, 2
     x = normal(tokens, hidden, dtype=NARROW, seed=1)
     gate_up = normal(count + 1, 2 * inner, hidden, dtype=NARROW, seed=2, scale=hidden**-0.5)
     down = normal(count + 1, hidden, inner, dtype=NARROW, seed=3, scale=inner**-0.5)
+    stack = Experts(gate_up, down, shared=True)
     # Nobody asks for expert 1; a favourite has all tokens, and so several tiles.
     ids = torch.stack((integers(2, 4, (tokens,), 4), torch.zeros(tokens, dtype=torch.int64, device=DEVICE)), 1)
     if favourite is not None:
@@ -559,10 +563,8 @@ def test_products_in_one_launch_agree_with_those_in_two_however_unevenly_tokens_
     weights = normal(tokens, top_k, dtype=torch.float32, seed=5).sigmoid()
     tile = kernels.gpu.moe._choose_tile(each * count, count)
     assert each <= tile.tokens
-    monkeypatch.setattr(kernels.gpu.moe, "_choose_tile", lambda *_: tile)
-    together = kernels.gpu.moe.experts(x, ids, weights, gate_up, down, shared=True)
-    monkeypatch.setattr(kernels.gpu.moe, "_fit_together", lambda *_: None)
-    apart = kernels.gpu.moe.experts(x, ids, weights, gate_up, down, shared=True)
+    together = kernels.gpu.moe.multiply(x, ids, weights, stack, tile)
+    apart = kernels.gpu.moe.multiply(x, ids, weights, stack, None)
     assert relative_error(together, apart) < TOLERANCE[NARROW]
 
 
@@ -574,8 +576,9 @@ def test_what_a_token_gets_does_not_depend_on_its_neighbours(shared):
     down = normal(count + shared, hidden, inner, dtype=NARROW, seed=3, scale=inner**-0.5)
     ids, weights = route(normal(130, count, dtype=torch.float32, seed=4), Router(top_k=1))
     order = torch.randperm(130, generator=torch.Generator().manual_seed(6)).to(DEVICE)
-    straight = kernels.gpu.moe.experts(x, ids, weights, gate_up, down, shared=shared)
-    shuffled = kernels.gpu.moe.experts(x[order], ids[order], weights[order], gate_up, down, shared=shared)
+    stack = Experts(gate_up, down, shared=shared)
+    straight = kernels.gpu.moe.experts(x, ids, weights, stack)
+    shuffled = kernels.gpu.moe.experts(x[order], ids[order], weights[order], stack)
     assert torch.equal(shuffled, straight[order])
 
 

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[2]
-GROUPS = ("mixtures", "statistics", "attentions", "products", "canvases")
+GROUPS = ("mixtures", "small_experts", "statistics", "attentions", "products", "canvases")
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 import kernels
 from kernels.fp8 import quantize_rows
-from kernels.moe import Router
+from kernels.moe import Experts, Router
 from kernels.swiglu import swiglu
 from worker.models.layers import LayerShape, MoeMLP, MoeShape
 
@@ -23,9 +24,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     found: list[bool] = []
     mix = kernels.mix
 
-    def note(*args: object, **kwargs: object) -> Tensor:
-        found.append(bool(kwargs["shared"]))
-        return mix(*args, **kwargs)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    def note(x: Tensor, logits: Tensor, router: Router, stack: Experts, *args: Any, **kwargs: Any) -> Tensor:
+        found.append(stack.shared)
+        return mix(x, logits, router, stack, *args, **kwargs)
 
     monkeypatch.setattr(kernels, "mix", note)
     return found

@@ -14,7 +14,7 @@ import kernels
 from kernels.attention import AttentionPlan
 from kernels.fp8 import BLOCK, Quantized, group_of
 from kernels.lora import Assignment, Factors
-from kernels.moe import Router
+from kernels.moe import Experts, Router
 from kernels.rope import rope_tables
 from kernels.unscaled import Unscaled
 from worker.models.rope import RopeShape
@@ -353,43 +353,78 @@ class MoeMLP(nn.Module):
         shared = replace(shape, intermediate_size=moe.shared_inner)
         self.shared = GatedMLP(shared, device=device, dtype=dtype) if moe.shared_inner else None
         joined = self.shared is not None and moe.shared_inner == moe.inner
-        gate_up = torch.empty(moe.experts + joined, 2 * moe.inner, hidden, device=device, dtype=dtype)
-        down = torch.empty(moe.experts + joined, hidden, moe.inner, device=device, dtype=dtype)
-        self.gate_up = nn.Parameter(gate_up[: moe.experts], requires_grad=False)
-        self.down = nn.Parameter(down[: moe.experts], requires_grad=False)
-        if self.shared is not None and joined:
-            # Behind the others, so that a product of all experts has it too.
-            self.shared.gate_up.weight = nn.Parameter(gate_up[-1], requires_grad=False)
-            self.shared.down.weight = nn.Parameter(down[-1], requires_grad=False)
+        count = moe.experts + joined
+        self.gate_up: nn.Parameter
+        self.down: nn.Parameter
+        self.gate_up_scale: nn.Parameter | None = None
+        """Beside weights of 8 bits; see `kernels.moe.Experts`."""
+        self.down_scale: nn.Parameter | None = None
+        gate_up = torch.empty(count, 2 * moe.inner, hidden, device=device, dtype=dtype)
+        down = torch.empty(count, hidden, moe.inner, device=device, dtype=dtype)
+        self.hold(Experts(gate_up, down, shared=joined))
         self.first_expert = 0
         """Of those that lie here; the others' parts are added by the ranks that have them."""
+
+    def hold(self, stack: Experts) -> None:
+        """Take the weights of a stack; a shared expert's stay behind the others, so that a product has them all."""
+        chosen = slice(stack.count)
+        self.gate_up, self.gate_up_scale = _own(stack.gate_up[chosen]), _own_scale(stack.gate_up_scale, chosen)
+        self.down, self.down_scale = _own(stack.down[chosen]), _own_scale(stack.down_scale, chosen)
+        if stack.shared:
+            assert self.shared is not None
+            wide, narrow = self.shared.gate_up, self.shared.down
+            wide.weight, wide.scale = _own(stack.gate_up[-1]), _own_scale(stack.gate_up_scale, -1)
+            narrow.weight, narrow.scale = _own(stack.down[-1]), _own_scale(stack.down_scale, -1)
+
+    def stack(self) -> Experts:
+        """Return the weights that lie here, a shared expert's too if they lie behind the others.
+
+        They are put elsewhere where adapters, 8 bits or ranks take them.
+        """
+        weights = self.gate_up, self.down, self.gate_up_scale, self.down_scale
+        if self.shared is None:
+            return Experts(*weights)
+        wide, narrow = self.shared.gate_up, self.shared.down
+        singles = wide.weight, narrow.weight, wide.scale, narrow.scale
+        if not all(map(_lies_behind, weights, singles)):
+            return Experts(*weights)
+        scales = (None if scale is None else _with_next(scale) for scale in weights[2:])
+        return Experts(_with_next(self.gate_up), _with_next(self.down), *scales, shared=True)
 
     def forward(self, x: Tensor, context: ForwardContext | None = None) -> Tensor:
         return self.mix(x, kernels.router_logits(x, self.router), context)
 
     def mix(self, x: Tensor, logits: Tensor, context: ForwardContext | None = None) -> Tensor:
         """Return what the experts that the router's logits [tokens, experts] choose make of x [tokens, hidden]."""
-        gate_up, down, shared, together = self.gate_up, self.down, self.shared, False
-        if shared is not None and (context is None or context.lora is None):
-            wide, narrow = _join(gate_up, shared.gate_up.weight), _join(down, shared.down.weight)
-            if wide is not None and narrow is not None:
-                gate_up, down, together = wide, narrow, True
-        rule, bias = self.rule, self.selection_bias
-        mixed = kernels.mix(x, logits, rule, gate_up, down, bias, first=self.first_expert, shared=together)
-        return mixed if shared is None or together else mixed + shared.forward(x, context)
+        stack = self.stack()
+        if stack.shared and context is not None and context.lora is not None:
+            # Adapters have a say in what a shared expert does.
+            stack = Experts(self.gate_up, self.down, self.gate_up_scale, self.down_scale)
+        mixed = kernels.mix(x, logits, self.rule, stack, self.selection_bias, first=self.first_expert)
+        return mixed if self.shared is None or stack.shared else mixed + self.shared.forward(x, context)
 
 
-def _join(stacked: Tensor, single: Tensor) -> Tensor | None:
-    """Return [n + 1, ...] of a tensor and what lies behind it in the same memory; None if that is not `single`.
+def _own(weight: Tensor) -> nn.Parameter:
+    return nn.Parameter(weight, requires_grad=False)
 
-    A shared expert's weights are put elsewhere where adapters, 8 bits or ranks take them.
-    """
+
+def _own_scale(scale: Tensor | None, of: slice | int) -> nn.Parameter | None:
+    return None if scale is None else _own(scale[of])
+
+
+def _lies_behind(stacked: Tensor | None, single: Tensor | None) -> bool:
+    """Tell whether a tensor is what lies behind a stack of its like in the same memory; neither may be there."""
+    if stacked is None or single is None:
+        return stacked is single
     same = stacked.dtype == single.dtype and stacked.shape[1:] == single.shape and single.is_contiguous()
     begin = stacked.untyped_storage().data_ptr()
     if not same or not begin or begin != single.untyped_storage().data_ptr():
-        return None
-    if single.storage_offset() != stacked.storage_offset() + stacked.numel():
-        return None
+        return False
+    return single.storage_offset() == stacked.storage_offset() + stacked.numel()
+
+
+def _with_next(stacked: Tensor) -> Tensor:
+    """Return [n + 1, ...] of a tensor and what lies behind it in the same memory."""
     return stacked.as_strided((stacked.shape[0] + 1, *stacked.shape[1:]), stacked.stride())
 
 
