@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from kernels.fp8 import BLOCK, FP8, quantize_rows
+from kernels.moe import Experts
 from worker.models import LoadedModel, ModelError
-from worker.models.layers import Decoder, Linear
+from worker.models.layers import Decoder, Linear, MoeMLP
 from worker.models.spec import Commit
 
 _MULTIPLE = 16
@@ -26,23 +27,43 @@ def quantize_as_asked(module: object, weights: str, head: str, folder: Path) -> 
 
 
 def quantize(module: nn.Module) -> int:
-    """Turn the linears of a decoder's layers into e4m3, in place; return how many are.
+    """Turn the linears and the experts of a decoder's layers into e4m3, in place; return how many are.
 
-    Embedding, head, norms, routers and experts stay as they are, and so do linears whose sides are no multiple of 16.
+    Embedding, head, norms and routers stay as they are, and so do weights whose sides are no multiple of 16.
     """
     count = 0
     if not isinstance(module, Decoder):
         return count
-    for linear in module.modules():
-        if not isinstance(linear, Linear) or not _fits(linear.weight):
-            continue
-        if linear.scale is None:
-            weight, scale = quantize_rows(linear.weight)
-            linear.weight = nn.Parameter(weight, requires_grad=False)
-            linear.scale = nn.Parameter(scale[:, 0].contiguous(), requires_grad=False)
-        count += 1
+    for each in module.modules():
+        if isinstance(each, MoeMLP) and _fits(each.gate_up[0]) and _fits(each.down[0]):
+            if each.gate_up_scale is None:
+                each.hold(quantize_experts(each.stack()))
+            count += 1
+        elif isinstance(each, Linear) and _fits(each.weight):
+            if each.scale is None:
+                weight, scale = quantize_rows(each.weight)
+                each.weight = nn.Parameter(weight, requires_grad=False)
+                each.scale = nn.Parameter(scale[:, 0].contiguous(), requires_grad=False)
+            count += 1
     _tidy()
     return count
+
+
+def quantize_experts(stack: Experts) -> Experts:
+    """Return experts of e4m3 with a scale for each output."""
+    gate_up, gate_up_scale = _quantize_each(stack.gate_up)
+    down, down_scale = _quantize_each(stack.down)
+    return Experts(gate_up, down, gate_up_scale, down_scale, stack.shared)
+
+
+def _quantize_each(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize weight [experts, outputs, inputs] one by one: in float32 they take four times their room."""
+    values = torch.empty(weight.shape, dtype=FP8, device=weight.device)
+    scale = torch.empty(weight.shape[:2], dtype=torch.float32, device=weight.device)
+    for number, expert in enumerate(weight):
+        quantized = quantize_rows(expert)
+        values[number], scale[number] = quantized.values, quantized.scale[:, 0]
+    return values, scale
 
 
 def runs_on_stored(linear: Linear) -> bool:

@@ -23,13 +23,15 @@ from kernels.attention import AttentionPlan, RowGroup
 from kernels.gpu import clusters
 from kernels.gpu.attention import Tile, attend, choose_splits
 from kernels.gpu.linear import Tiling, stream
-from kernels.moe import Router, route, router_logits
+from kernels.moe import Experts, Router, route, router_logits
 from kernels.rms_norm import rms_norm
 from kernels.rope import rope_tables
 from kernels.rope_write import rope_write
 from kernels.swiglu import swiglu
 from kernels.token_stats import Noise
+from tests.bench.gpu.shapes import experts_in_blocks
 from tests.bench.gpu.timing import device_ms, measure_ceilings
+from worker.models.fp8 import quantize_experts
 
 Report = Callable[[str, str, int, str, float, float], None]
 Pace = Callable[[Sequence[Callable[[], object]]], float]
@@ -275,11 +277,17 @@ def _softmax_max(logits: Tensor) -> object:
     return torch.softmax(logits.float(), -1).max(-1)
 
 
-def bench_moe(report: Report, pace: Pace) -> None:
-    """LLaDA2-mini's expert layer."""
+def bench_moe(report: Report, pace: Pace, tiles: Sequence[kernels.gpu.moe.Tile] = ()) -> None:
+    """LLaDA2-mini's expert layer; rates are TB/s of the weights that are touched.
+
+    With tiles, those of them that suit the tokens beside the chosen one, for experts with a shared one whose lists are
+    made by a launch of their own.
+    """
     router = Router(8, "sigmoid", 8, 4, True, 2.5)
-    gate_up, down, bias = _normal(257, 1024, 2048), _normal(257, 2048, 512), torch.zeros(256, device="cuda")
-    for tokens in (32, 256, 1024, 2048):
+    bias = torch.zeros(256, device="cuda")
+    wide = Experts(_normal(257, 1024, 2048), _normal(257, 2048, 512), shared=True)
+    stacks = {"bf16": wide, "e4m3, outputs": quantize_experts(wide), "e4m3, blocks": experts_in_blocks(wide)}
+    for tokens in (32, 256, 1024, 1152, 2048, 2304):
         x, logits = _normal(tokens, 2048), torch.randn(tokens, 256, device="cuda")
         weight = torch.randn(256, 2048, device="cuda")
         for how, multiply in (("triton", kernels.gpu.router.multiply_exactly), ("torch", router_logits)):
@@ -291,18 +299,45 @@ def bench_moe(report: Report, pace: Pace) -> None:
         report("route", "llada2-mini", tokens, "triton", ms, 0.0)
         ms = pace([partial(route, logits, router, bias)] * 2)
         report("route", "llada2-mini", tokens, "torch", ms, 0.0)
-        ms = pace([partial(kernels.gpu.moe.experts, x, ids, weights, gate_up[:-1], down[:-1])] * 4)
-        report("experts", f"llada2-mini, {touched} touched", tokens, "triton", ms, touched * 6.29e-3 / ms)
-        mix = partial(kernels.gpu.moe.mix, x, logits, router, gate_up, down, bias, shared=True)
-        ms = pace([mix] * 4)
-        report(
-            "choice, experts, shared one",
-            f"llada2-mini, {touched} touched",
-            tokens,
-            "triton",
-            ms,
-            touched * 6.29e-3 / ms,
-        )
+        for name, stack in stacks.items():
+            shape = f"llada2-mini, {touched} touched, {name}"
+            gigabytes = (touched + 1) * 3 * 2048 * 512 * stack.down.element_size() / 1e9
+            calls = [partial(kernels.gpu.moe.mix, x, logits, router, stack, bias)] * 4
+            _try(report, pace, "choice, experts, shared one", shape, tokens, "as chosen", calls, gigabytes)
+            calls = [partial(kernels.gpu.moe.experts, x, ids, weights, stack)] * 4
+            _try(report, pace, "experts, shared one", shape, tokens, "as chosen", calls, gigabytes)
+            for tile in tiles:
+                if max(16, tokens // 64) <= tile.tokens <= max(32, tokens // 16):
+                    calls = [partial(kernels.gpu.moe.multiply, x, ids, weights, stack, tile)] * 4
+                    _try(report, pace, "experts, shared one", shape, tokens, str(tile), calls, gigabytes)
+
+
+_EXPERT_TILES = (
+    "16,64,128,64,4,5",
+    "16,64,128,64,4,6",
+    "16,64,128,64,4,8",
+    "16,64,128,128,4,4",
+    "16,64,64,128,4,5",
+    "16,128,128,64,8,5",
+    "32,64,128,64,4,4",
+    "32,64,128,64,4,5",
+    "32,64,128,64,4,6",
+    "32,64,128,128,4,3",
+    "32,128,128,64,8,5",
+    "64,64,128,64,4,3",
+    "64,64,128,64,4,4",
+    "64,64,128,64,8,4,128",
+    "64,128,128,64,8,4",
+    "64,64,128,128,8,3",
+    "128,64,128,64,8,3,128",
+    "128,64,128,64,8,4",
+    "128,128,128,64,8,4",
+)
+"""Tokens, columns of the gate and of the second product, inputs, warps, stages, registers."""
+
+
+def _tile(text: str) -> kernels.gpu.moe.Tile:
+    return kernels.gpu.moe.Tile(*map(int, text.split(",")))
 
 
 _BENCHES = {
@@ -320,6 +355,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--warm", action="store_true", help="run everything once, so that it is compiled; no report")
+    parser.add_argument(
+        "--tiles", nargs="*", type=_tile, help="of experts; alone: a list of them", metavar="TOKENS,GATE,DOWN,..."
+    )
     parser.add_argument("--part", type=int, default=0)
     parser.add_argument("--parts", type=int, default=1, help="take every n-th case of attention")
     arguments = parser.parse_args()
@@ -354,6 +392,9 @@ def main() -> None:
         for name in arguments.names or _BENCHES:
             if name == "attention":
                 bench_attention(report, pace, _ATTENTION[arguments.part :: arguments.parts])
+            elif name == "moe":
+                tiles = arguments.tiles
+                bench_moe(report, pace, [*map(_tile, _EXPERT_TILES)] if tiles == [] else tiles or ())
             else:
                 _BENCHES[name](report, pace)
 

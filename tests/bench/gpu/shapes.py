@@ -7,10 +7,10 @@ from torch import Tensor
 
 import kernels
 from kernels.fp8 import BLOCK, FP8, FP8_MAX
-from kernels.moe import Router
+from kernels.moe import Experts, Router
 from shared.decoding import LowConfidenceStatic
 from worker.models import LoadedModel
-from worker.models.layers import Decoder, ForwardContext, LayerShape, Linear, MoeMLP, MoeShape, Peers, block_scales
+from worker.models.layers import Decoder, ForwardContext, LayerShape, Linear, MoeMLP, MoeShape, Peers
 from worker.models.spec import Attention as Visibility
 from worker.models.spec import ModelSpec
 from worker.parallel.loading import share_decoder, share_spec
@@ -82,16 +82,30 @@ def _scatter_routing(mlp: MoeMLP) -> None:
 
 
 def store_in_blocks(module: Decoder) -> None:
-    """Turn the layers' linears into what a checkpoint of 8 bits with a scale for each block holds."""
-    for linear in module.modules():
-        if not isinstance(linear, Linear):
-            continue
-        outputs, inputs = linear.weight.shape
-        scale = block_scales(outputs, inputs, device=linear.weight.device)
-        tiles = linear.weight.float().view(outputs // BLOCK, BLOCK, inputs // BLOCK, BLOCK)
-        scale.copy_(tiles.abs().amax((1, 3)) / FP8_MAX)
-        small = (tiles / scale[:, None, :, None]).view(outputs, inputs).to(FP8)
-        linear.weight, linear.scale = torch.nn.Parameter(small, requires_grad=False), scale
+    """Turn the layers' linears and experts into what a checkpoint of 8 bits with a scale for each block holds."""
+    for each in module.modules():
+        if isinstance(each, MoeMLP):
+            each.hold(experts_in_blocks(each.stack()))
+        elif isinstance(each, Linear) and each.scale is None:
+            small, scale = _in_blocks(each.weight)
+            each.weight, each.scale = (torch.nn.Parameter(part, requires_grad=False) for part in (small, scale))
+
+
+def experts_in_blocks(stack: Experts) -> Experts:
+    """Return experts of 8 bits with a scale for each block, one by one: in float32 they take four times their room."""
+    pairs = [
+        [torch.stack(parts) for parts in zip(*map(_in_blocks, weight), strict=True)]
+        for weight in (stack.gate_up, stack.down)
+    ]
+    (gate_up, gate_up_scale), (down, down_scale) = pairs
+    return Experts(gate_up, down, gate_up_scale, down_scale, stack.shared)
+
+
+def _in_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
+    outputs, inputs = weight.shape
+    tiles = weight.float().view(outputs // BLOCK, BLOCK, inputs // BLOCK, BLOCK)
+    scale = tiles.abs().amax((1, 3)) / FP8_MAX
+    return (tiles / scale[:, None, :, None]).view(outputs, inputs).to(FP8), scale
 
 
 def random_model(

@@ -33,7 +33,9 @@ class SilentPeers:
 
 
 @contextmanager
-def shared_model(folder: Path, size: int = 2, placement: Placement = CPU) -> Iterator[LoadedModel]:
+def shared_model(
+    folder: Path, size: int = 2, placement: Placement = CPU, weights: str = "stored"
+) -> Iterator[LoadedModel]:
     """Lead `size` - 1 other processes, each with its share of the folder's model."""
     start = Start(
         rank=0,
@@ -43,7 +45,7 @@ def shared_model(folder: Path, size: int = 2, placement: Placement = CPU) -> Ite
         device=placement.device.type,
         dtype=str(placement.dtype).removeprefix("torch."),
         threads=placement.threads,
-        weights="stored",
+        weights=weights,
         head="stored",
         log_level="warning",
         log_format="text",
