@@ -188,6 +188,8 @@ class AheadRunner:
     def launch(self, turn: Turn) -> None:
         """Put rows there that do not go on by themselves, and launch the step behind the one under way."""
         plan, back = turn.plan, turn.back
+        # Should anything go wrong from here on, all rows are put there anew by the next plan.
+        self._flight = None
         fresh = [index for index in turn.led if index not in turn.kept]
         put = {index: back[index].after if index in back else turn.states[index] or [] for index in fresh}
         self._seat(plan, turn.led, put)

@@ -51,13 +51,15 @@ class Shaky:
             # Half of them near the end, where a step notes what it has decided.
             first = 0 if number % 2 else self._operations * 4 // 5
             try:
-                with Exhausted(self._draw.randrange(first, self._operations)):
-                    return self._forward(plan)
+                return self._run(plan, self._draw.randrange(first, self._operations))
             except torch.OutOfMemoryError:
                 self.gave_out += 1
-        with Exhausted(10**9) as device:
+        return self._run(plan, 10**9)
+
+    def _run(self, plan: Plan, passes: int) -> Decision:
+        with Exhausted(passes) as device:
             decision = self._forward(plan)
-        self._operations = 10**9 - device.left
+        self._operations = max(1, passes - device.left)
         return decision
 
 

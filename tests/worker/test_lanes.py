@@ -16,6 +16,7 @@ from shared.commands import Generate, Limits, LoraUse, Sampling
 from shared.decoding import LowConfidenceStatic
 from tests.fleet.models import BLOCK_LENGTH, VOCAB, write_tiny_model
 from tests.worker.adapter_folders import read_weights, write_adapter
+from tests.worker.exhausted import Shaky
 from tests.worker.test_adapters import Shelf
 from tests.worker.test_ahead import DEVICE, a_request, make_engine, run, waves_of
 from worker.adapters.bank import AdapterBank
@@ -223,8 +224,9 @@ def test_of_rows_of_several_lengths_that_take_turns_every_step_that_the_device_r
     requests = steady(8, 32, (4, 8, 16))
     forward, lanes = led(model, 8)
     for lane in lanes.values():
-        # A slot for each, so that no row is put off for want of one.
+        # A slot for each whatever it takes, so that no row is put off for want of one.
         lane._slots = {size: [size] for size in lane._slots}
+        lane._prices.clear()
     _, counts = watch(lanes)
 
     def watched(plan: Plan) -> Decision:
@@ -326,3 +328,15 @@ def test_no_lane_waits_for_the_device_but_at_its_answer(model):
     requests = steady(9, 33, (4, 8, 16))
     waves = waves_of(requests, random.Random(3))
     assert len(run(make_engine(model, strict, PAGES, 6, 400, page_size=PAGE), waves)) == 9
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="captured steps are no operations that could find no memory")
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("lengths", [(), (8, 16)], ids=["one lane", "several"])
+def test_rows_go_on_as_if_memory_had_never_given_out_in_the_middle_of_a_step(model, lengths, seed):
+    waves = a_load(seed, 20, (None, *lengths))
+    expected = run(make_engine(model, plain(model), PAGES, 6, BUDGET, ahead=False, page_size=PAGE), waves)
+    forward, lanes = led(model, 6, lengths=lengths)
+    shaky = Shaky(forward)
+    assert run(make_engine(model, shaky, PAGES, 6, BUDGET, page_size=PAGE), waves) == expected
+    assert shaky.gave_out > 10 and sum(lane.asked for lane in lanes.values()) > 0
