@@ -22,6 +22,7 @@ _WARM = 3
 """Before those: what has been launched for others is still on its way."""
 _BLOCKS = 8
 """That a row may finish meanwhile."""
+_ROUNDS = 3
 _DEAR_S = 0.05
 """Behind a step that takes so long no larger one is tried."""
 
@@ -69,7 +70,7 @@ class LedSteps:
         """Rows that can be timed together."""
 
     def prices(self) -> StepPrices:
-        """Time steps of one row, two, four, and so on; of each the better of two rounds."""
+        """Time steps of one row, two, four, and so on; of each the best of several rounds."""
         self.time(1)  # it writes the text that all begin with
         rows = 1
         found = self.time(rows)
@@ -77,8 +78,8 @@ class LedSteps:
             rows *= 2
             found += self.time(rows)
         # In rounds, so that a slow moment of the machine meets one try of each size and not all tries of one.
-        again = [self.time(2**power) for power in range(rows.bit_length())]
-        return StepPrices.of([*found, *(point for points in again for point in points)])
+        sizes = [2**power for power in range(rows.bit_length())] * (_ROUNDS - 1)
+        return StepPrices.of([*found, *(point for size in sizes for point in self.time(size))])
 
     def time(self, rows: int) -> list[tuple[int, float]]:
         """Return (positions, seconds) of a step of so many rows, the mean of some that follow each other; nothing if

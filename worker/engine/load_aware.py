@@ -109,12 +109,12 @@ class Steady:
     that is alone is chosen for anew.
     """
 
-    def __init__(self, choose: LoadAware) -> None:
-        self._choose = choose
-        self._last = choose.own
+    def __init__(self, rule: LoadAware) -> None:
+        self.rule = rule
+        self._last = rule.own
 
     def __call__(self, requests: int) -> int:
-        self._last = self._choose.choose(requests, self._last if requests > 1 else self._choose.own)
+        self._last = self.rule.choose(requests, self._last if requests > 1 else self.rule.own)
         return self._last
 
 
