@@ -5,19 +5,19 @@ and of compressed-tensors (`weight_scale` for each output, each block, or the wh
 """
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from kernels.fp8 import BLOCK, FP8
+from kernels.moe import Experts
 from worker.models.checkpoint import Checkpoint, ModelError
-from worker.models.layers import Decoder, Linear
-from worker.models.weights import locate, read_scale, scale_names
+from worker.models.layers import Decoder, GatedMLP, Linear, MoeMLP
+from worker.models.weights import TensorFiles, locate, scale_names
 
 _KEY = "quantization_config"
 _KNOWN = "supported are fp8 and compressed-tensors with weights of e4m3 and scales for outputs or blocks of 128 x 128"
@@ -79,49 +79,103 @@ def _refuse(checkpoint: Checkpoint, path: str, why: str) -> ModelError:
     return ModelError(f"{checkpoint.folder / 'config.json'}: {_KEY}{path}: {why}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """One projection as it is stored."""
+def keep(module: nn.Module, folder: Path, able: Callable[[Linear | MoeMLP], bool]) -> int:
+    """Put the stored 8 bits back in the place of what they were loaded as; return how many linears and mixtures run on
+    them.
 
-    weight: str
-    """Name of the tensor."""
-    rows: tuple[int, int]
-
-
-def keep(module: nn.Module, folder: Path, able: Callable[[Linear], bool]) -> int:
-    """Put the stored 8 bits back in the place of what they were loaded as; return how many linears run on them.
-
-    A linear stays as it is where `able` says so, where the checkpoint has it in more bits, or where a block would reach
-    over two of its projections.
+    A linear, or a mixture's experts, stay as they are where `able` says so, where the checkpoint has them in more bits
+    or as one tensor, or where a block would reach over two of their projections.
     """
     if not isinstance(module, Decoder) or _KEY not in json.loads((folder / "config.json").read_bytes()):
         return 0
     places = locate(folder)
-    scales = scale_names(places)
     count = 0
-    for linear in module.modules():
-        if not isinstance(linear, Linear) or not linear.pieces or not able(linear):
-            continue
-        pieces = [_Piece(f"{name}.weight", rows) for name, rows in linear.pieces.items()]
-        if not all(piece.weight in scales for piece in pieces):
-            continue
-        found = [_read(places, piece.weight, scales[piece.weight]) for piece in pieces]
-        stacked = _stack([weight for weight, _ in found], [scale for _, scale in found])
-        if stacked is None:
-            continue
-        weight, scale = (part.to(linear.weight.device) for part in stacked)
-        linear.weight = nn.Parameter(weight, requires_grad=False)
-        linear.scale = nn.Parameter(scale, requires_grad=False)
-        count += 1
+    with TensorFiles(places) as files:
+        stored = _Stored(files, scale_names(places))
+        for each in module.modules():
+            if isinstance(each, MoeMLP) and able(each):
+                count += _keep_experts(each, stored, able)
+            elif isinstance(each, Linear) and each.scale is None and each.pieces and able(each):
+                count += _keep_linear(each, stored)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return count
 
 
-def _read(places: Mapping[str, Path], name: str, scale: str) -> tuple[Tensor, Tensor]:
-    with safe_open(places[name], framework="pt") as file:
-        weight: Tensor = file.get_tensor(name)
-    return weight, read_scale(places[scale], scale, weight)
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """What a checkpoint has in 8 bits."""
+
+    files: TensorFiles
+    scales: Mapping[str, str]
+    """The name of the scales of each tensor that has some."""
+
+    def stack(self, names: Iterable[str]) -> tuple[Tensor, Tensor] | None:
+        """Return the weights of projections under one another, and their scales; None if they have none, or if these
+        cannot be stacked."""
+        weights = [f"{name}.weight" for name in names]
+        if not all(name in self.scales for name in weights):
+            return None
+        values = [self.files.read(name) for name in weights]
+        scales = (self.files.read_scale(self.scales[name], value) for name, value in zip(weights, values, strict=True))
+        return _stack(values, [*scales])
+
+
+def _keep_linear(linear: Linear, stored: _Stored) -> bool:
+    stacked = stored.stack(linear.pieces)
+    if stacked is None:
+        return False
+    weight, scale = (part.to(linear.weight.device) for part in stacked)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    linear.scale = nn.Parameter(scale, requires_grad=False)
+    return True
+
+
+def _keep_experts(mlp: MoeMLP, stored: _Stored, able: Callable[[Linear], bool]) -> bool:
+    """Put a layer's experts in the place of its wide ones, with a shared one behind them if that one is stored alike
+    and its linears, which adapters use, can run on it."""
+    shared = mlp.shared if mlp.stack().shared else None
+    if shared is not None:
+        names = *shared.gate_up.pieces, *shared.down.pieces
+        found = (
+            _read_experts((*mlp.pieces, names), stored, mlp.down.device) if all(map(able, _linears(shared))) else None
+        )
+        if found is not None:
+            mlp.hold(replace(found, shared=True))
+            return True
+    found = _read_experts(mlp.pieces, stored, mlp.down.device)
+    if found is None:
+        return False
+    mlp.hold(found)
+    if shared is not None:
+        for linear in _linears(shared):
+            # It would keep the memory of all others.
+            linear.weight = nn.Parameter(linear.weight.clone(), requires_grad=False)
+    return True
+
+
+def _linears(mlp: GatedMLP) -> tuple[Linear, Linear]:
+    return mlp.gate_up, mlp.down
+
+
+def _read_experts(pieces: Sequence[Sequence[str]], stored: _Stored, device: torch.device) -> Experts | None:
+    """Return experts one behind the other; None if they are not all stored in the same way."""
+    rooms: tuple[Tensor, ...] | None = None
+    for number, (*wide, narrow) in enumerate(pieces):
+        gate_up, down = stored.stack(wide), stored.stack((narrow,))
+        if gate_up is None or down is None:
+            return None
+        parts = *gate_up, *down
+        if rooms is None:
+            rooms = tuple(torch.empty((len(pieces), *part.shape), dtype=part.dtype, device=device) for part in parts)
+        if any(room.shape[1:] != part.shape for room, part in zip(rooms, parts, strict=True)):
+            return None
+        for room, part in zip(rooms, parts, strict=True):
+            room[number].copy_(part)
+    if rooms is None:
+        return None
+    gate_up, gate_up_scale, down, down_scale = rooms
+    return Experts(gate_up, down, gate_up_scale, down_scale)
 
 
 def _stack(weights: list[Tensor], scales: list[Tensor]) -> tuple[Tensor, Tensor] | None:

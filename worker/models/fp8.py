@@ -66,10 +66,14 @@ def _quantize_each(weight: Tensor) -> tuple[Tensor, Tensor]:
     return values, scale
 
 
-def runs_on_stored(linear: Linear) -> bool:
-    """Tell whether the device has products for a linear's weight and scales as checkpoints of 8 bits store them."""
-    device = linear.weight.device
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) and _fills_blocks(linear.weight)
+def runs_on_stored(module: Linear | MoeMLP) -> bool:
+    """Tell whether the device has products for the weights and scales of a linear, or of experts, as checkpoints of 8
+    bits store them."""
+    if isinstance(module, MoeMLP):
+        device = module.down.device
+        return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    device = module.weight.device
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) and _fills_blocks(module.weight)
 
 
 def _fills_blocks(weight: Tensor) -> bool:

@@ -364,6 +364,8 @@ class MoeMLP(nn.Module):
         self.hold(Experts(gate_up, down, shared=joined))
         self.first_expert = 0
         """Of those that lie here; the others' parts are added by the ranks that have them."""
+        self.pieces: tuple[tuple[str, str, str], ...] = ()
+        """The checkpoint's names of each expert's gate, up and down projection, where it stores them one by one."""
 
     def hold(self, stack: Experts) -> None:
         """Take the weights of a stack; a shared expert's stay behind the others, so that a product has them all."""

@@ -142,9 +142,13 @@ def name_mlp(prefix: str, mlp: GatedMLP | MoeMLP, stored: Collection[str]) -> di
             slots[f"{prefix}experts.gate_proj{end}"] = (gate,)
             slots[f"{prefix}experts.up_proj{end}"] = (up,)
         return slots
+    pieces: list[tuple[str, str, str]] = []
     for number in range(mlp.down.shape[0]):
-        for name, stacked in (("gate", gate), ("up", up), ("down", mlp.down)):
-            slots[f"{prefix}experts.{number}.{name}_proj.weight"] = (stacked[number],)
+        names = [f"{prefix}experts.{number}.{name}_proj" for name in ("gate", "up", "down")]
+        for name, stacked in zip(names, (gate, up, mlp.down), strict=True):
+            slots[f"{name}.weight"] = (stacked[number],)
+        pieces.append((names[0], names[1], names[2]))
+    mlp.pieces = tuple(pieces)
     return slots
 
 

@@ -5,7 +5,9 @@ Weights that are stored in 8 bits beside scales are multiplied by them on the wa
 
 import json
 from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -45,17 +47,13 @@ def load_weights(folder: Path, slots: Slots, ignored: frozenset[str] = frozenset
     """
     places = locate(folder)
     scales = scale_names(places)
-    for path, names in match_names(folder, slots, ignored).items():
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in names:
-                    value: Tensor = file.get_tensor(name)
-                    if name in scales:
-                        scale = read_scale(places[scales[name]], scales[name], value)
-                        value = dequantize(value, scale, torch.float32)
-                    _fill(path, name, slots[name], value)
-        except SafetensorError as error:
-            raise ModelError(f"{path}: {error}") from error
+    with TensorFiles(places) as files:
+        for path, names in match_names(folder, slots, ignored).items():
+            for name in names:
+                value = files.read(name)
+                if name in scales:
+                    value = dequantize(value, files.read_scale(scales[name], value), torch.float32)
+                _fill(path, name, slots[name], value)
 
 
 def match_names(folder: Path, slots: Slots, ignored: frozenset[str] = frozenset()) -> dict[Path, list[str]]:
@@ -98,25 +96,50 @@ def scale_names(names: Collection[str]) -> dict[str, str]:
     return {name: name + end for name in names for end in _SCALES if name + end in names}
 
 
-def read_scale(path: Path, name: str, weight: Tensor) -> Tensor:
-    """Return the scales of a weight in float32: [] for all of it, [outputs], or one for each block of 128 x 128.
+class TensorFiles:
+    """The tensors of a checkpoint by their names; a file is opened once and stays so until this is left."""
 
-    Raises `ModelError` for any other shape.
-    """
-    with safe_open(path, framework="pt") as file:
-        scale: Tensor = file.get_tensor(name).float()
-    if weight.dim() == 2:
-        outputs, inputs = weight.shape
-        if scale.numel() == 1:
-            return scale.view(())
-        if scale.numel() == outputs and scale.shape[0] == outputs:
-            return scale.view(outputs)
-        if scale.shape == (-(-outputs // BLOCK), -(-inputs // BLOCK)):
-            return scale
-    raise ModelError(
-        f"{path}: {name} has shape {list(scale.shape)}, which is neither one scale, nor one for each output, nor one "
-        f"for each block of 128 x 128 of a weight {list(weight.shape)}"
-    )
+    def __init__(self, places: Mapping[str, Path]) -> None:
+        """`places` tell the file of each tensor, see `locate`."""
+        self._places = places
+        self._opened = ExitStack()
+        self._files: dict[Path, Any] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.clear()
+        self._opened.close()
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor on the CPU as it is stored. Raises `ModelError`."""
+        path = self._places[name]
+        try:
+            if path not in self._files:
+                self._files[path] = self._opened.enter_context(safe_open(path, framework="pt"))
+            return self._files[path].get_tensor(name)
+        except SafetensorError as error:
+            raise ModelError(f"{path}: {error}") from error
+
+    def read_scale(self, name: str, weight: Tensor) -> Tensor:
+        """Return the scales of a weight in float32: [] for all of it, [outputs], or one for each block of 128 x 128.
+
+        Raises `ModelError`, also for any other shape.
+        """
+        scale = self.read(name).float()
+        if weight.dim() == 2:
+            outputs, inputs = weight.shape
+            if scale.numel() == 1:
+                return scale.view(())
+            if scale.numel() == outputs and scale.shape[0] == outputs:
+                return scale.view(outputs)
+            if scale.shape == (-(-outputs // BLOCK), -(-inputs // BLOCK)):
+                return scale
+        raise ModelError(
+            f"{self._places[name]}: {name} has shape {list(scale.shape)}, which is neither one scale, nor one for each "
+            f"output, nor one for each block of 128 x 128 of a weight {list(weight.shape)}"
+        )
 
 
 def locate(folder: Path) -> dict[str, Path]:
