@@ -219,6 +219,34 @@ def test_each_lane_is_waited_for_once_a_step_and_only_when_the_next_steps_of_all
     )
 
 
+def test_what_no_lane_leads_runs_in_one_forward_beside_them_with_what_stands_before_their_blocks(model, monkeypatch):
+    lengths = (4, 8, 16)
+    forward, lanes = led(model, 9, lengths=lengths)
+    seen, _ = watch(lanes)
+    ran: list[int] = []
+    run_plain = Runner.__call__
+
+    def counted(runner: Runner, plan: Plan) -> Decision:
+        ran.append(len(plan.rows))
+        return run_plain(runner, plan)
+
+    def watched(plan: Plan) -> Decision:
+        before = len(ran)
+        decision = forward(plan)
+        assert len(ran) - before <= 1
+        return decision
+
+    monkeypatch.setattr(Runner, "__call__", counted)
+    requests = steady(9, 16, lengths)
+    # Three that nobody leads, one of each length.
+    cut = Sampling(temperature=0.8, top_k=5, seed=3)
+    mixed = [each.model_copy(update={"sampling": cut}) if n < 3 else each for n, each in enumerate(requests)]
+    run(make_engine(model, watched, PAGES, 9, 500, page_size=PAGE), [mixed])
+    # The first one writes the prompts of all, then those three go on by themselves.
+    assert ran[0] == 9 and set(ran[1:]) == {1, 2, 3}
+    assert {length for _, length in seen} == {*lengths}
+
+
 @pytest.mark.parametrize("fit", [64, 80])
 def test_of_rows_of_several_lengths_that_take_turns_every_step_that_the_device_runs_decides_something(model, fit):
     requests = steady(8, 32, (4, 8, 16))
