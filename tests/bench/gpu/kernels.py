@@ -280,8 +280,7 @@ def _softmax_max(logits: Tensor) -> object:
 def bench_moe(report: Report, pace: Pace, tiles: Sequence[kernels.gpu.moe.Tile] = ()) -> None:
     """LLaDA2-mini's expert layer; rates are TB/s of the weights that are touched.
 
-    With tiles, those of them that suit the tokens beside the chosen one, for experts with a shared one whose lists are
-    made by a launch of their own.
+    With tiles, experts of 8 bits are cut by those of them that suit the tokens too.
     """
     router = Router(8, "sigmoid", 8, 4, True, 2.5)
     bias = torch.zeros(256, device="cuda")
@@ -306,7 +305,7 @@ def bench_moe(report: Report, pace: Pace, tiles: Sequence[kernels.gpu.moe.Tile] 
             _try(report, pace, "choice, experts, shared one", shape, tokens, "as chosen", calls, gigabytes)
             calls = [partial(kernels.gpu.moe.experts, x, ids, weights, stack)] * 4
             _try(report, pace, "experts, shared one", shape, tokens, "as chosen", calls, gigabytes)
-            for tile in tiles:
+            for tile in tiles if stack.down_scale is not None else ():
                 if max(16, tokens // 64) <= tile.tokens <= max(32, tokens // 16):
                     calls = [partial(kernels.gpu.moe.multiply, x, ids, weights, stack, tile)] * 4
                     _try(report, pace, "experts, shared one", shape, tokens, str(tile), calls, gigabytes)
