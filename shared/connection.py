@@ -42,6 +42,10 @@ class OutOfMemory(FleetUnavailable):
     """Redis takes no new work until some has ended; trying again soon would not help."""
 
 
+class TurnedAway(FleetUnavailable):
+    """Redis takes no connection of ours: it wants other credentials, or has no database of that number."""
+
+
 class NotReplicated(FleetUnavailable):
     """The write has happened, but fewer replicas than wanted have confirmed it."""
 
@@ -57,6 +61,9 @@ class Failure(Enum):
     """The command may or may not have run."""
     REFUSED = auto()
     """READONLY, LOADING, MASTERDOWN, BUSY, ...: it has not run; a later try may."""
+    CREDENTIALS = auto()
+    DATABASE = auto()
+    """It has no database of the number that the URL ends in."""
     NOSCRIPT = auto()
     OUT_OF_MEMORY = auto()
     NOGROUP = auto()
@@ -67,7 +74,11 @@ class Failure(Enum):
 def classify(error: BaseException) -> Failure:
     """Tell what an exception of the client library means."""
     match error:
-        case exceptions.AuthenticationError() | exceptions.AuthorizationError() | exceptions.NoPermissionError():
+        case exceptions.ConnectionError(__cause__=exceptions.RedisError() as cause):
+            return classify(cause)  # of a Unix socket: what its server has said to the first words of a connection
+        case exceptions.AuthenticationError() | exceptions.AuthorizationError():
+            return Failure.CREDENTIALS
+        case exceptions.NoPermissionError():
             return Failure.OTHER
         case exceptions.BusyLoadingError() | exceptions.ReadOnlyError():
             return Failure.REFUSED
@@ -92,6 +103,8 @@ def _classify_reply(message: str) -> Failure:
         return Failure.NOSCRIPT
     if message.startswith("OOM"):
         return Failure.OUT_OF_MEMORY
+    if "DB index" in message:
+        return Failure.DATABASE
     refusals = ("READONLY", "LOADING", "MASTERDOWN", "BUSY ", "TRYAGAIN", "CLUSTERDOWN", "NOREPLICAS", "MISCONF")
     refusals += ("MOVED ", "ASK ")
     # A slot is on its way to another node: a script has met a key that has left already, or a read waited at one.
@@ -303,7 +316,7 @@ class Link:
         while True:
             try:
                 return await attempt()
-            except OutOfMemory:
+            except (OutOfMemory, TurnedAway):
                 raise
             except FleetUnavailable:
                 pause = jitter_s(tries)
@@ -323,6 +336,10 @@ def translate(error: Exception) -> Exception:
             return FleetUnavailable("Redis is a Cluster (name it redis+cluster://host), and the slot is elsewhere")
         case Failure.REFUSED:
             return FleetUnavailable(f"Redis refuses commands for now: {error}")
+        case Failure.CREDENTIALS:
+            return TurnedAway("this Redis wants other credentials (DIFFLEET_REDIS_USERNAME, DIFFLEET_REDIS_PASSWORD)")
+        case Failure.DATABASE:
+            return TurnedAway(f"this Redis has no such database: {error}; the URL ends in its number")
         case Failure.OUT_OF_MEMORY:
             return OutOfMemory("Redis is out of memory and takes no new work")
         case Failure.NOGROUP:

@@ -20,7 +20,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any, Self, assert_never
 
 from shared.commands import LANES
-from shared.connection import FleetUnavailable, Link, jitter_s
+from shared.connection import FleetUnavailable, Link, TurnedAway, jitter_s
 from shared.events import (
     Delta,
     Event,
@@ -245,6 +245,7 @@ class Subscriber:
             attempt += 1
 
     async def _keep_watch(self) -> None:
+        told = False
         while True:
             await asyncio.sleep(WATCH_S)
             connection = self._connection
@@ -254,8 +255,17 @@ class Subscriber:
                 _log.warning("the subscription is silent: connecting anew")
                 connection.abort()
                 continue
-            with contextlib.suppress(FleetUnavailable):
+            try:
                 await self._link.command("PUBLISH", self._watch, b"1")
+            except TurnedAway as error:
+                # A subscription needs no database, so this may be all that is ever seen of a wrong number.
+                if not told:
+                    _log.warning("commands are turned away: %s", error)
+                told = True
+            except FleetUnavailable:
+                pass  # where the connection is lost too, that is told of
+            else:
+                told = False
                 self._misses += 1
 
     async def _keep_auditing(self) -> None:

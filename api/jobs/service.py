@@ -23,7 +23,7 @@ from api.metrics import Metrics
 from api.webhooks.ask import WebhookDesk
 from api.webhooks.deliverer import Deliverer, DeliveryTerms, deliver_for_ever
 from shared.client import UnknownModel
-from shared.connection import FleetUnavailable, Link, open_pool
+from shared.connection import FleetUnavailable, Link, open_pool, translate
 from shared.hook_places import hook_partitions
 from shared.keys import Keys
 from shared.sweep import sweep_lanes
@@ -48,8 +48,10 @@ async def serve(settings: JobSettings, desk: WebhookDesk | None = None) -> None:
             async with open_services(settings, Metrics(), service="diffleet-jobs", desk=desk) as services:
                 await _work(settings, services)
         except Exception as error:
-            # Whatever ended it, the way on is the same; the message may quote what it was about.
-            logger.warning("jobs are interrupted", extra={"fault": type(error).__name__})
+            # Whatever ended it, the way on is the same; only what Redis says of itself quotes nothing of a request.
+            cause = translate(error)
+            fault = f"{type(error).__name__}: {cause}" if isinstance(cause, FleetUnavailable) else type(error).__name__
+            logger.warning("jobs are interrupted", extra={"fault": fault})
         if asyncio.get_running_loop().time() - began > _LONGEST_PAUSE_S:
             pause_s = 0.5
         await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shared.cli.operations import local_redis
-from shared.connection import open_sync_client
+from shared.connection import TurnedAway, open_sync_client, translate
 from shared.keys import MODELS, Keys, card, partition
 from shared.roster import strangers, unpack_worker
 from shared.settings import queue_url
@@ -129,6 +129,8 @@ def check_redis(url: str) -> list[Finding]:
     except exceptions.NoPermissionError as error:
         return [Finding("redis", Verdict.NOTE, f"its settings cannot be read: {error}", "ask its administrator")]
     except (exceptions.RedisError, OSError) as error:
+        if isinstance(cause := translate(error), TurnedAway):
+            return [Finding("redis", Verdict.FAULT, str(cause), "correct --redis-url")]
         remedy = "start it, or correct --redis-url; behind a firewall, open its port"
         return [Finding("redis", Verdict.FAULT, f"does not answer: {error}", remedy)]
     finally:

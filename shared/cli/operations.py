@@ -1,14 +1,14 @@
 """The fleet as its operator reaches it: through Redis."""
 
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Generator
 from pathlib import Path
 
 from redis import exceptions
 
 from shared.cli.exits import Exit, Stop
 from shared.client import FleetClient, FleetUnavailable, UnknownModel, UnknownRequest
-from shared.connection import Link
+from shared.connection import Link, TurnedAway
 from shared.embedded import EmbeddedServer
 from shared.settings import ServiceSettings, queue_url
 
@@ -49,16 +49,24 @@ async def operating(url: str) -> AsyncGenerator[tuple[FleetClient, Link]]:
     except ValueError as error:
         raise Stop(Exit.USAGE, f"--redis-url: {error}") from error
     try:
-        async with contextlib.aclosing(_Closing(link)), client:
-            yield client, link
-    except FleetUnavailable as error:
-        raise Stop(Exit.UNREACHABLE, f"no Redis answers: {error}; name one with --redis-url") from error
-    except exceptions.AuthenticationError as error:
-        raise Stop(Exit.UNREACHABLE, "this Redis wants other credentials (DIFFLEET_REDIS_PASSWORD)") from error
-    except exceptions.NoPermissionError as error:
-        raise Stop(Exit.REFUSED, f"this Redis user may not do that: {error}") from error
+        with stopping("no Redis answers: {}; name one with --redis-url"):
+            async with contextlib.aclosing(_Closing(link)), client:
+                yield client, link
     except (UnknownModel, UnknownRequest) as error:
         raise Stop(Exit.REFUSED, str(error)) from error
+
+
+@contextlib.contextmanager
+def stopping(unreachable: str) -> Generator[None]:
+    """Turn what Redis refuses, or does not answer, into `Stop`; `unreachable` has {} for the cause."""
+    try:
+        yield
+    except TurnedAway as error:
+        raise Stop(Exit.UNREACHABLE, str(error)) from error
+    except FleetUnavailable as error:
+        raise Stop(Exit.UNREACHABLE, unreachable.format(error)) from error
+    except exceptions.NoPermissionError as error:
+        raise Stop(Exit.REFUSED, f"this Redis user may not do that: {error}") from error
 
 
 class _Closing:

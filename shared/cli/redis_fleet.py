@@ -8,10 +8,10 @@ from pydantic import TypeAdapter, ValidationError
 from shared.cli.canvas import Canvas, Cell
 from shared.cli.exits import Exit, Stop
 from shared.cli.loras import stop_unknown
+from shared.cli.operations import stopping
 from shared.cli.question import Question
 from shared.client import (
     FleetClient,
-    FleetUnavailable,
     InvalidArgument,
     NoDefaultModel,
     PromptTooLong,
@@ -35,16 +35,15 @@ async def ask(redis_url: str, question: Question, *, frames: bool) -> AsyncGener
     except ValueError as error:
         raise Stop(Exit.USAGE, f"--redis-url: {error}") from error
     try:
-        async with client as fleet:
-            command = await _command(fleet, question, frames)
-            tokenizer = await fleet.tokenizer(await fleet.card(command.model))
-            events = fleet.run(command, previews=frames)
-            async with contextlib.aclosing(
-                _states(fleet, command, events, lambda one: tokenizer.decode([one]))
-            ) as states:
-                yield states
-    except FleetUnavailable as error:
-        raise Stop(Exit.UNREACHABLE, f"no Redis answers at the given --redis-url: {error}") from error
+        with stopping("no Redis answers at the given --redis-url: {}"):
+            async with client as fleet:
+                command = await _command(fleet, question, frames)
+                tokenizer = await fleet.tokenizer(await fleet.card(command.model))
+                events = fleet.run(command, previews=frames)
+                async with contextlib.aclosing(
+                    _states(fleet, command, events, lambda one: tokenizer.decode([one]))
+                ) as states:
+                    yield states
     except ForeignOption as error:
         raise Stop(Exit.REFUSED, f"diffusion.{error}; set diffusion.strategy to one that has it") from error
     except ValidationError as error:

@@ -16,7 +16,7 @@ from shared.cli.http_fleet import ask
 from shared.cli.local_fleet import LocalFleet, LocalFleetOptions
 from shared.cli.progress import Reporter
 from shared.cli.question import Question
-from shared.connection import open_sync_client, translate
+from shared.connection import TurnedAway, open_sync_client, translate
 from shared.settings import queue_url
 
 _REDIS_WAIT_S = 3.0
@@ -54,7 +54,10 @@ def _check_redis(url: str) -> None:
         client.ping()  # pyright: ignore[reportUnknownMemberType]
     except (RedisError, OSError) as error:
         given = "DIFFLEET_REDIS_URL" if os.environ.get("DIFFLEET_REDIS_URL") == url else "--redis-url"
-        raise Stop(Exit.NOT_STARTED, f"no Redis answers at the given {given}: {translate(error)}") from error
+        cause = translate(error)
+        if isinstance(cause, TurnedAway):
+            raise Stop(Exit.NOT_STARTED, f"{given}: {cause}") from error
+        raise Stop(Exit.NOT_STARTED, f"no Redis answers at the given {given}: {cause}") from error
     finally:
         client.close()
 

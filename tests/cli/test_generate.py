@@ -102,6 +102,20 @@ def test_no_fleet_ends_with_3_and_says_how_to_start_one() -> None:
     assert ended.stderr.startswith("diffleet: no Redis answers")
 
 
+@pytest.mark.parametrize(
+    ("place", "complaint"), [("unix://nobody:secret@{}", "other credentials"), ("unix://{}?db=99", "no such database")]
+)
+@pytest.mark.parametrize("command", [("generate", "hi"), ("top", "--once"), ("requests",)])
+def test_a_redis_that_turns_its_caller_away_is_told_in_one_line(
+    redis_url: str, command: tuple[str, ...], place: str, complaint: str
+) -> None:
+    url = place.format(redis_url.removeprefix("unix://"))
+    ended = diffleet(*command, "--redis-url", url)
+    assert ended.returncode == 3
+    assert ended.stderr.startswith("diffleet: this Redis") and complaint in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1 and "secret" not in ended.stderr
+
+
 @pytest.mark.parametrize("flags", [("--url", "ftp://x"), ("--redis-url", "http://x"), ("--max-tokens", "0")])
 def test_a_wrong_option_ends_with_2(flags: tuple[str, str]) -> None:
     ended = diffleet("generate", "hi", *flags)

@@ -8,7 +8,7 @@ from redis import exceptions
 
 from shared.administration import Administration
 from shared.client import FleetClient
-from shared.connection import Link
+from shared.connection import Link, TurnedAway
 from shared.heart import Heart
 from shared.keys import Keys
 from shared.lora import AdapterRecord
@@ -106,3 +106,12 @@ async def test_a_right_that_a_worker_lacks_is_an_error_and_costs_no_request(
             assert fleet_redis.hget(Keys.of(command.id).request(command.id), "st") == b"queued"
     finally:
         await queue.close()
+
+
+@pytest.mark.parametrize("place", ["unix://nobody:secret@{}", "unix://{}?db=99"])
+async def test_who_is_turned_away_finds_the_fleet_unavailable_at_once(redis_url: str, place: str) -> None:
+    link = Link.open(place.format(redis_url.removeprefix("unix://")))
+    with pytest.raises(TurnedAway):
+        async with asyncio.timeout(3):
+            await link.read("PING")
+    await link.close()

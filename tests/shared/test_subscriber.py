@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis import exceptions
 
 from shared import subscriber as subscriber_module
 from shared.client import Fleet, FleetClient, UnknownRequest
 from shared.commands import Generate
-from shared.connection import FleetUnavailable, Link, open_sync_client
+from shared.connection import FleetUnavailable, Link, open_sync_client, translate
 from shared.embedded import EmbeddedServer
 from shared.events import Delta, Event, Failed, Finished, Queued, Snapshot, Started
 from shared.keys import Keys, new_request_id
@@ -426,6 +427,32 @@ async def test_the_subscription_authenticates(redis_url: str, fleet_redis: Any, 
         assert await collect(fleet, claim.id) == expected(claim, 1)
         assert {client["user"] for client in fleet_redis.client_list() if int(client["sub"])} == {"reader"}
     fleet_redis.acl_deluser("reader")
+
+
+@pytest.mark.parametrize(
+    "error", [exceptions.AuthenticationError("WRONGPASS"), exceptions.ResponseError("DB index is out of range")]
+)
+async def test_a_front_that_is_turned_away_for_a_while_watches_its_connection_afterwards(
+    redis_url: str, link: Link, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Redis may come back before its users do."""
+
+    published = asyncio.Event()
+
+    async def refuse(*_: object) -> None:
+        raise translate(error)
+
+    async def publish(*_: object) -> None:
+        published.set()
+
+    monkeypatch.setattr(subscriber_module, "WATCH_S", 0.01)
+    async with Subscriber(redis_url, link):
+        monkeypatch.setattr(link, "command", refuse)
+        await asyncio.sleep(0.3)
+        assert sum("turned away" in record.message for record in caplog.records) == 1
+        monkeypatch.setattr(link, "command", publish)
+        async with asyncio.timeout(10):
+            await published.wait()
 
 
 async def test_a_program_without_asyncio_submits_follows_and_reads(redis_url: str, queue: WorkerQueue) -> None:
