@@ -193,6 +193,8 @@ PLAIN = (
     *(Tiling(3, tokens, 1, 1, 2) for tokens in (96, 128, 160)),
 )
 
+LEAST_TOKENS = 32
+"""Of a tile: fewer tokens are as fast."""
 WIDE = 10240
 """Outputs from which up a product without a gate takes the tilings of one with it."""
 

@@ -114,6 +114,9 @@ def _known(x: Tensor, weight: Tensor, *, gated: bool) -> clusters.Tiling:
 def _streams(x: Tensor, weight: Tensor, *, gated: bool) -> bool:
     wide = gated or weight.shape[0] >= clusters.WIDE
     limit = _MAX_TOKENS_WIDE if wide else _MAX_TOKENS_NARROW
+    if gated and weight.numel() >= _LEAST_WEIGHTS and clusters.able(x.device):
+        # Its outputs were too few for clusters. Half of an 8B's: cuBLAS reads 3.3 TB/s of an H200's 3.8.
+        return False
     return 0 < x.shape[0] <= limit and x.dtype in (torch.bfloat16, torch.float16) and weight.is_contiguous()
 
 
@@ -135,6 +138,9 @@ def choose_clusters(tokens: int, rows: int, inputs: int, room: clusters.Room, *,
     if not least <= tokens <= most or rows * inputs < _LEAST_WEIGHTS or (wide and rows > _WIDEST):
         return None
     tiling = clusters.choose(rows, inputs, tokens, room, gated=gated)
+    # The copy engine is slow outside of an array: a tile that the tokens fill by half at most loses to cuBLAS.
+    if gated and tiling.tokens >= 2 * max(tokens, clusters.LEAST_TOKENS):
+        return None
     # Where they gain little over cuBLAS, a last turn of few tiles costs more.
     close = wide or (not gated and rows > _FEW_OUTPUTS and tokens > _MAX_TOKENS_ANYWAY)
     return None if close and clusters.share_of_turns(tiling, rows, tokens, room) < _ENOUGH_WORK else tiling

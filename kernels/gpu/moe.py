@@ -149,21 +149,27 @@ def _side(scale: Tensor | None) -> int:
 
 
 def _choose_tile(pairs: int, count: int, element_size: int = 2, *, blocks: bool = False) -> Tile:
-    """Return a tile that holds the tokens of most experts, by the times in docs/benchmarks.
-
-    Weights of one byte take half the memory of a stage, and registers on their way; sums of `blocks` take more.
-    """
-    small = element_size == 1
+    """Return a tile that holds the tokens of most experts, by the times in docs/benchmarks."""
+    if element_size == 1:
+        return _choose_small(pairs, count, blocks=blocks)
     if pairs <= 4 * count:
-        return Tile(16, 64, 128, 64, 4, 6 if small else 5)
+        return Tile(16, 64, 128, 64, 4, 5)
     if pairs <= 16 * count:
         return Tile(32, 64, 128, 64, 4, 5)
-    if small:
-        return Tile(64, 64, 128, 64, 8, 4, registers=128) if blocks else Tile(64, 64, 128, 64, 4, 4)
     if pairs <= 64 * count:
         return Tile(64, 64, 128, 64, 4, 3)
     # Two programs a multiprocessor. Weights then pass through the second-level cache once, not twice for most experts.
     return Tile(128, 64, 128, 64, 8, 3, registers=128)
+
+
+def _choose_small(pairs: int, count: int, *, blocks: bool) -> Tile:
+    """Return the tile for weights of one byte: they take half the memory of a stage, and registers on their way; sums
+    of `blocks` take more of these."""
+    if pairs <= 8 * count:
+        return Tile(16, 64, 128, 128, 4, 3) if blocks else Tile(16, 64, 128, 64, 4, 5)
+    if pairs <= (32 if blocks else 16) * count:
+        return Tile(32, 64, 128, 64, 4, 4)
+    return Tile(64, 64, 128, 64, 4, 3 if blocks else 4)
 
 
 def _fit_together(x: Tensor, pairs: int, stack: Experts) -> Tile | None:

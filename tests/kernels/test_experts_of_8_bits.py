@@ -128,7 +128,10 @@ def test_the_choice_of_experts_takes_those_of_8_bits(kind, first, shared):
 
 
 TILES = (
-    Tile(16, 64, 128, 64, 4, 6),
+    Tile(16, 64, 128, 64, 4, 5),
+    Tile(16, 64, 128, 128, 4, 3),
+    Tile(32, 64, 128, 64, 4, 4),
+    Tile(64, 64, 128, 64, 4, 3),
     Tile(32, 64, 64, 64, 4, 5),
     Tile(32, 128, 128, 128, 8, 3),
     Tile(64, 64, 128, 128, 4, 3),
