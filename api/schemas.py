@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from api.errors import invalid, of_validation, unsupported
 from api.metadata import Metadata
-from shared.commands import COUNT_LIMIT, MOST_LOGPROBS, MS_LIMIT
+from shared.commands import COUNT_LIMIT, LONGEST_BLOCK, MOST_LOGPROBS, MS_LIMIT
 from shared.complaints import complaint_of
 from shared.decoding import Confidence, Strategy
 from shared.messages import Role, folded, role_for_template
@@ -241,7 +241,7 @@ class DiffusionOptions(BaseModel):
         "temperature; filtered, what top_k and top_p leave of these.",
     )
     filler_rules: bool | None = None
-    block_length: int | None = Field(default=None, ge=1, le=4096)
+    block_length: int | None = Field(default=None, ge=1, le=LONGEST_BLOCK)
     max_nfe: int | None = Field(default=None, ge=1, lt=COUNT_LIMIT)
     preset: Preset | None = Field(
         default=None,
@@ -342,7 +342,7 @@ class GenerationBody(StrictBody):
     max_repetition_run: int | None = Field(
         default=None, ge=1, lt=COUNT_LIMIT, description="End after so many equal tokens in a row."
     )
-    block_length: int | None = Field(default=None, ge=1, le=4096)
+    block_length: int | None = Field(default=None, ge=1, le=LONGEST_BLOCK)
     cache_prompt: bool | None = Field(
         default=None, description="False: neither use what others have written of this prompt nor let them use this."
     )

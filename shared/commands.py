@@ -23,6 +23,8 @@ COUNT_LIMIT = 2**31
 """Counts are below it: a payload from anywhere must not overflow a worker's integers."""
 MS_LIMIT = 2**41
 MOST_LOGPROBS = 20
+LONGEST_BLOCK = 4096
+"""The longest block that a request may ask for, whatever its model could take."""
 
 _CONSEQUENTIAL = ("embed", "edits", "logprobs", "constraint", "lora", "template")
 """Fields that a worker must know if they are set: without them the answer would be to another question."""
@@ -155,7 +157,9 @@ class Generate(_Part):
     sampling: Sampling = Sampling()
     limits: Limits = Limits()
     decoding: Decoding | None = Field(default=None, description="Unset: the model's own default.")
-    block_length: int | None = Field(default=None, ge=1, le=4096, description="Unset: the model's own default.")
+    block_length: int | None = Field(
+        default=None, ge=1, le=LONGEST_BLOCK, description="Unset: the model's own default."
+    )
     cache: Literal["none", "prefix", "dual"] | None = Field(
         default=None,
         description="Keys that a bidirectional family reuses within a block: none (exact), those before the block, or "

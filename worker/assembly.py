@@ -25,7 +25,7 @@ from worker.engine.engine import Engine
 from worker.engine.infill import can_fill
 from worker.engine.load_aware import Steady
 from worker.engine.ports import Resume
-from worker.engine.scheduler import BatchLimits, CacheShape
+from worker.engine.scheduler import BUDGET_OF_BLOCKS, BatchLimits, CacheShape
 from worker.engine.window import cuts_windows
 from worker.memory import measure_needs
 from worker.metered import Metered
@@ -83,6 +83,15 @@ def assemble(settings: WorkerSettings, lost: Lost = end_process, redis: Redis | 
         raise
 
 
+def _check_budget(limits: BatchLimits, spec: ModelSpec) -> None:
+    """Raise `ModelError` if the engine would refuse the model's own blocks: each request that names no length."""
+    if cuts_windows(spec) and limits.largest_block < spec.block_length:
+        raise ModelError(
+            f"token_budget: {limits.token_budget} is too little for this model's blocks of {spec.block_length}, "
+            f"{BUDGET_OF_BLOCKS * spec.block_length} is the least"
+        )
+
+
 def _tell_of_turns(limits: BatchLimits, block: int) -> None:
     """Say so if beside a prompt not all rows fit into a step."""
     if 4 * limits.max_rows * block > 3 * limits.token_budget:
@@ -112,6 +121,7 @@ def _assemble(
         settings.token_budget,
         pages_ahead=runs_ahead(model.spec, placement.device, settings.step_ahead),
     )
+    _check_budget(limits, model.spec)
     _tell_of_turns(limits, model.spec.block_length)
     lengths = lengths_to_choose_from(settings, model.spec, page_size_of(settings, model.spec), limits)
     targets = find_targets(model) if settings.model_store is not None else {}

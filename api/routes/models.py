@@ -8,6 +8,7 @@ from api.deps import ServicesDep
 from api.errors import ApiError
 from api.openapi import ERROR_RESPONSES
 from shared.card import ModelCard
+from shared.commands import LONGEST_BLOCK
 from shared.lora import AdapterRecord
 
 router = APIRouter(tags=["openai"])
@@ -51,6 +52,7 @@ def _adapter(entry: dict[str, object], record: AdapterRecord) -> dict[str, objec
 
 
 def _entry(card: ModelCard, served: bool) -> dict[str, object]:
+    largest = None if card.largest_block is None else min(card.largest_block, LONGEST_BLOCK)
     return {
         "id": card.name,
         "object": "model",
@@ -60,7 +62,7 @@ def _entry(card: ModelCard, served: bool) -> dict[str, object]:
         "family": card.family,
         "max_model_len": card.max_model_len,
         "block_length": card.block_length,
-        "largest_block_length": card.largest_block,
+        "largest_block_length": largest,
         "fixed_block_length": card.fixed_block_length,
         "block_lengths": card.block_lengths or (card.block_length,),
         "embedding_size": card.embedding_size,

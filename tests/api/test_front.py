@@ -91,6 +91,18 @@ async def test_models_tell_whether_somebody_serves_them(caller: Caller, fleet: S
         assert (await caller.get(f"/v1/models/{name}")).json()["served"] is (name == "org/demo")
 
 
+async def test_the_longest_block_that_a_model_is_said_to_take_is_one_that_may_be_asked_for(
+    caller: Caller, fleet: ScriptedFleet
+) -> None:
+    name = CARD.name
+    for room in (262_144, 300):
+        fleet.cards[name] = dataclasses.replace(CARD, largest_block=room, digest="")
+        largest = (await caller.get(f"/v1/models/{name}")).json()["largest_block_length"]
+        body = {"model": name, "prompt": "x", "max_tokens": 4}
+        assert (await caller.post("/generate", body | {"diffusion": {"block_length": largest}})).status == 200
+        assert (await caller.post("/generate", body | {"diffusion": {"block_length": largest + 1}})).status == 400
+
+
 async def test_readiness_needs_redis_and_a_worker_and_no_drain(caller: Caller, fleet: ScriptedFleet) -> None:
     assert (await caller.get("/health/ready")).json()["workers"] == {"org/demo": 1}
     fleet.live = 0

@@ -96,6 +96,15 @@ def test_the_largest_block_that_a_card_announces_is_the_largest_that_the_engine_
         assert any(isinstance(event, Failed) for event in outbox.events) is not runs
 
 
+def test_a_budget_in_which_the_models_own_blocks_have_no_room_is_refused_with_the_least_one(folder: Path) -> None:
+    least = 4 * models.BLOCK_LENGTH
+    with pytest.raises(ModelError, match=f"token_budget: {least - 1} .* {least} is the least"):
+        assemble(WorkerSettings(model=str(folder), threads=1, token_budget=least - 1))
+    engine = assemble(WorkerSettings(model=str(folder), threads=1, token_budget=least)).engine
+    outbox = engine.step(Inbox(arrivals=[Arrival(Generate(id="1", model="m", prompt=(1,)), 1, Resume())]))
+    assert not any(isinstance(event, Failed) for event in outbox.events)
+
+
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_a_folder_that_lacks_a_file_is_refused_by_its_name(tmp_path: Path, missing: str) -> None:
     folder = write_tiny_model(tmp_path / "model")

@@ -19,6 +19,10 @@ class CacheShape:
     num_pages: int
 
 
+BUDGET_OF_BLOCKS = 4
+"""A denoising row's block may take that part of a step's tokens, so that it has room beside a prompt's share."""
+
+
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
     max_rows: int
@@ -31,7 +35,7 @@ class BatchLimits:
     @property
     def largest_block(self) -> int:
         """The longest block that leaves a denoising row room beside a prompt's share of the budget."""
-        return max(1, self.token_budget // 4)
+        return max(1, self.token_budget // BUDGET_OF_BLOCKS)
 
 
 def _age(sequence: Sequence) -> int:
@@ -115,7 +119,7 @@ class Scheduler:
             # It could not be cut, and never ran beside a prompt's share.
             return True
         if sequence.window().divisible or (sequence.template and sequence.spec.commit is Commit.FUSED):
-            return 4 * sequence.block_length * copies > budget
+            return BUDGET_OF_BLOCKS * sequence.block_length * copies > budget
         return False
 
     def plan(self, step: int) -> tuple[Plan, list[Sequence]]:
