@@ -4,7 +4,7 @@ import { Card, written } from "./card.js";
 import { Refusal, chunks, end } from "./client.js";
 import { Knobs } from "./knobs.js";
 import { ModelMenu } from "./models.js";
-import { asCurl, asPython, requestOf, templateOf, withHole } from "./request.js";
+import { asCurl, asPython, lackOf, requestOf, templateOf, withHole } from "./request.js";
 
 const SAVED = "diffleet.playground";
 const KEY = "diffleet.key";
@@ -18,6 +18,8 @@ const page = {
   history: [],
   cards: [],
   stopping: null,
+  /** What was chosen, also where the model that is shown does not answer so. */
+  mode: "chat",
   leaving: false,
 };
 const knobs = { A: new Knobs($("knobs-a"), "A"), B: new Knobs($("knobs-b"), "B") };
@@ -28,7 +30,20 @@ const menu = new ModelMenu($("model"), $("facts"), (card, isOther) => {
     knobs[side].suit(card);
     if (!isOther) knobs[side].restore(before);
   }
+  suitModes(card);
 });
+
+/** Offer the modes in which this model answers, and show the chosen one, or the first where it is none of them. */
+function suitModes({ capabilities }) {
+  const radios = [...document.querySelectorAll("input[name=mode]")];
+  for (const radio of radios) {
+    radio.parentElement.title = lackOf(radio.value, capabilities);
+    radio.disabled = radio.parentElement.title !== "";
+  }
+  const offered = radios.filter((radio) => !radio.disabled);
+  (offered.find(({ value }) => value === page.mode) ?? offered[0]).checked = true;
+  drawHistory();
+}
 
 function mode() {
   return document.querySelector("input[name=mode]:checked").value;
@@ -247,7 +262,7 @@ function tell(text) {
 
 function save() {
   const saved = {
-    mode: mode(),
+    mode: page.mode,
     ...menu.save(),
     prompt: $("prompt").value,
     schema: $("schema").value,
@@ -274,6 +289,7 @@ function restore() {
     saved = null;
   }
   if (!saved) return;
+  page.mode = saved.mode;
   document.querySelector(`input[name=mode][value=${saved.mode}]`).checked = true;
   $("prompt").value = saved.prompt;
   $("schema").value = saved.schema ?? $("schema").value;
@@ -375,7 +391,12 @@ $("fresh").addEventListener("click", () => {
   drawHistory();
   $("prompt").focus();
 });
-for (const radio of document.querySelectorAll("input[name=mode]")) radio.addEventListener("change", drawHistory);
+for (const radio of document.querySelectorAll("input[name=mode]")) {
+  radio.addEventListener("change", () => {
+    page.mode = radio.value;
+    drawHistory();
+  });
+}
 document.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("ask").requestSubmit();
   if (event.key === "Escape" && !document.querySelector("dialog[open]")) page.stopping?.abort();

@@ -23,6 +23,20 @@ export function optionsOf(strategy) {
   return APPLIES[strategy] ?? [];
 }
 
+/** What a model must be capable of for each mode, and what is said where it is not. */
+const NEEDS = {
+  chat: { chat: "This model has no chat template." },
+  continue: {},
+  json: { chat: "This model has no chat template.", constraints: "This model follows no grammar." },
+  infill: { infill: "This model fills no holes." },
+};
+
+/** Why a model does not answer in this mode; empty where it does. */
+export function lackOf(mode, capabilities) {
+  const lacking = Object.entries(NEEDS[mode]).find(([capability]) => !capabilities.includes(capability));
+  return lacking ? lacking[1] : "";
+}
+
 /** Tokens of a hole that does not say. */
 const HOLE_TOKENS = 8;
 

@@ -21,6 +21,8 @@ from tests.shared.tokenizers_for_tests import byte_level
 
 pytestmark = pytest.mark.slow
 
+MODES = ("chat", "continue", "json", "infill")
+
 
 def visit(page: Page, url: str) -> None:
     page.goto(url)
@@ -394,6 +396,35 @@ def test_the_model_that_has_workers_is_shown_and_followed_until_one_is_chosen(
     page.reload()
     expect(facts).to_contain_text("no worker now")
     expect(menu).to_have_value(CARD.name)
+
+
+def test_only_modes_in_which_the_model_answers_are_offered(page: Page, url: str, fleet: ScriptedFleet) -> None:
+    bare = tuple(name for name in CARD.capabilities if name != "chat")
+    fleet.cards["bare"] = replace(CARD, name="bare", capabilities=bare, digest="")
+    fleet.cards["plain"] = replace(CARD, name="plain", capabilities=("generate", "chat"), digest="")
+    visit(page, url)
+    menu, modes = page.locator("#model"), page.locator("input[name=mode]")
+    chat, on, form, holes = (page.locator(f"input[name=mode][value={name}]") for name in MODES)
+
+    menu.select_option("bare")
+    expect(on).to_be_checked()
+    assert [modes.nth(n).is_disabled() for n in range(4)] == [True, False, True, False]
+    assert chat.locator("..").get_attribute("title") == "This model has no chat template."
+    generate(page)
+    ended(page)
+    page.reload()
+    expect(menu).to_have_value("bare")
+    expect(on).to_be_checked()
+
+    menu.select_option(CARD.name)
+    expect(chat).to_be_checked()
+    holes.locator("..").click()
+    menu.select_option("plain")
+    expect(chat).to_be_checked()
+    assert form.is_disabled() and holes.is_disabled() and not chat.locator("..").get_attribute("title")
+    menu.select_option(CARD.name)
+    expect(holes).to_be_checked()
+    expect(page.locator("#infill-box")).to_be_visible()
 
 
 def test_a_page_that_was_there_before_any_model_finds_the_first_one(page: Page, url: str, fleet: ScriptedFleet) -> None:
