@@ -118,7 +118,10 @@ def _lanes(view: ModelView) -> Table:
     return table
 
 
-def _workers(view: ModelView, sample: Sample, before: Sample | None) -> Table:
+def _workers(view: ModelView, sample: Sample, before: Sample | None) -> Table | Text:
+    if not view.workers:
+        # As a cell it would take the width of all columns, and be cut in a terminal of 80.
+        return Text("no worker is alive: requests wait until one comes", "red")
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in ("worker", "state", "device"):
         table.add_column(column, no_wrap=True)
@@ -141,8 +144,6 @@ def _workers(view: ModelView, sample: Sample, before: Sample | None) -> Table:
             f"{beat_s:.1f} s",
             str(worker.pid or "-"),
         )
-    if not view.workers:
-        table.add_row(Text("none alive: requests wait until one comes", "red"))
     return table
 
 

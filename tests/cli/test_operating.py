@@ -41,8 +41,8 @@ HEALTHY: Mapping[str, Any] = {
 }  # fmt: skip
 
 
-def shown(sample: Sample, before: Sample | None = None) -> str:
-    console = Console(width=120, no_color=True)
+def shown(sample: Sample, before: Sample | None = None, width: int = 120) -> str:
+    console = Console(width=width, no_color=True)
     with console.capture() as capture:
         console.print(draw(sample, before))
     return capture.get()
@@ -84,7 +84,7 @@ def test_top_shows_lanes_workers_and_the_rates_since_an_earlier_look() -> None:
 
 
 def test_top_says_what_it_means_that_no_worker_lives() -> None:
-    assert "none alive: requests wait" in shown(Sample(0.0, census(0, workers=0)))
+    assert "no worker is alive: requests wait until one comes" in shown(Sample(0.0, census(0, workers=0)), width=80)
 
 
 def test_top_names_the_workers_whose_card_is_not_the_one_in_force() -> None:
