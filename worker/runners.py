@@ -19,6 +19,9 @@ from worker.runner import Runner
 
 log = logging.getLogger(__name__)
 
+_TELL_EVERY_S = 1.0
+"""A GPU captures for seconds to minutes, a CPU has nothing to capture."""
+
 
 def runs_ahead(spec: ModelSpec, device: torch.device, asked: str) -> bool:
     """Tell whether the device leads the rows itself; `asked` is the setting `step_ahead`."""
@@ -53,10 +56,14 @@ def make_runner(
         return runner
     lanes = make_lanes(runner, max_rows, lengths)
     leader = lanes[0] if len(lanes) == 1 else Lanes(runner, lanes)
-    began = time.perf_counter()
+    began = told = time.perf_counter()
 
     def progress(done: int, of: int) -> None:
-        log.info("captured %d of %d steps, %.1f s", done, of, time.perf_counter() - began)
+        nonlocal told
+        now = time.perf_counter()
+        if done == of or now - told >= _TELL_EVERY_S:
+            told = now
+            log.info("captured %d of %d steps, %.1f s", done, of, now - began)
 
     leader.capture(progress)
     return leader

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -94,6 +95,16 @@ def test_the_largest_block_that_a_card_announces_is_the_largest_that_the_engine_
         command = Generate(id=str(length), model="m", prompt=(1,), limits=limits, block_length=length)
         outbox = assembly.engine.step(Inbox(arrivals=[Arrival(command, 1, Resume())]))
         assert any(isinstance(event, Failed) for event in outbox.events) is not runs
+
+
+def test_of_steps_that_are_captured_in_no_time_only_the_last_is_told(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="worker.runners"):
+        assemble(WorkerSettings(model=str(folder), device="cpu", threads=1, max_rows=32, step_ahead="on"))
+    told = [re.findall("captured ([0-9]+) of ([0-9]+) steps", message)[0] for message in caplog.messages]
+    done, of = map(int, told[-1])
+    assert done == of > len(told)
 
 
 def test_a_budget_in_which_the_models_own_blocks_have_no_room_is_refused_with_the_least_one(folder: Path) -> None:
