@@ -69,6 +69,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         tracing.close()
 
 
+def _about_model(complaint: str) -> str:
+    """Return what is wrong with a model, beginning with the setting that is at fault: `model` where it names none."""
+    first = complaint.partition(":")[0].partition(",")[0]
+    return complaint if first in WorkerSettings.model_fields else f"model: {complaint}"
+
+
 def _serve(settings: WorkerSettings, tracing: Tracing) -> ExitCode:
     # Here, because it brings torch: help and complaints about settings need not wait for it.
     from worker.assembly import assemble
@@ -118,7 +124,7 @@ def _serve(settings: WorkerSettings, tracing: Tracing) -> ExitCode:
             finally:
                 redis.close()
     except ModelError as error:
-        _complain(f"model: {error}")
+        _complain(_about_model(str(error)))
         return ExitCode.BAD_MODEL
     except DeviceError as error:
         _complain(str(error))

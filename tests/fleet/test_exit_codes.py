@@ -57,3 +57,19 @@ def test_a_bad_model_folder(fleet_server: EmbeddedServer, tmp_path: Path) -> Non
     ended = run_worker("--redis-url", fleet_server.url, "--model", str(folder))
     assert (ended.returncode, "Traceback" in ended.stderr) == (ExitCode.BAD_MODEL, False)
     assert "mlp." in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--adapter", "nope"), "adapter: nope: adapter_config.json: is missing"),
+        (("--token-budget", "15"), "token_budget: 15 is too little for this model's blocks of"),
+        (("--kv-cache-mb", "0.001"), "kv_cache_mb: "),
+    ],
+)
+def test_a_setting_that_does_not_suit_the_model_is_named_and_not_the_model(
+    flags: tuple[str, ...], says: str, fleet_server: EmbeddedServer, tiny_model: Path
+) -> None:
+    ended = run_worker("--redis-url", fleet_server.url, "--model", str(tiny_model), *flags)
+    assert ended.returncode in (ExitCode.BAD_MODEL, ExitCode.BAD_SETTINGS) and "Traceback" not in ended.stderr
+    assert says in ended.stderr and "model: " not in ended.stderr

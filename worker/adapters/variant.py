@@ -36,7 +36,7 @@ def with_adapter(model: LoadedModel, folder: Path, block_length: int | None = No
         # In float32, so that a sum is rounded once.
         adapter = load_adapter(folder, targets, model.device, torch.float32)
     except InvalidAdapter as error:
-        raise ModelError(f"{folder}: {error}") from error
+        raise ModelError(f"adapter: {folder}: {error}") from error
     with torch.inference_mode():
         for linear, (a, b) in adapter.factors.items():
             pieces = a.unflatten(0, (-1, adapter.rank))
