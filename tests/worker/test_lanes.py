@@ -16,14 +16,15 @@ from shared.commands import Generate, Limits, LoraUse, Sampling
 from shared.decoding import LowConfidenceStatic
 from tests.fleet.models import BLOCK_LENGTH, VOCAB, write_tiny_model
 from tests.worker.adapter_folders import read_weights, write_adapter
-from tests.worker.exhausted import Shaky
+from tests.worker.exhausted import Shaky, Tight
 from tests.worker.test_adapters import Shelf
-from tests.worker.test_ahead import DEVICE, a_request, make_engine, run, waves_of
+from tests.worker.test_ahead import DEVICE, a_request, make_engine, never_waiting, run, waves_of
 from worker.adapters.bank import AdapterBank
 from worker.adapters.targets import find_targets, shapes_of
 from worker.adapters.weights import load_adapter
 from worker.ahead import AheadRunner
 from worker.bundled import bundled_folder
+from worker.device import guarded
 from worker.engine.plan import Plan
 from worker.engine.ports import Decision
 from worker.graphs import Answer, StepGraphs
@@ -344,18 +345,21 @@ def test_captures_are_told_over_all_lanes_the_longest_first_and_fewer_of_other_l
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="only a GPU can be waited for")
 def test_no_lane_waits_for_the_device_but_at_its_answer(model):
-    forward, _ = led(model, 6, lengths=(4, 8, 16))
-
-    def strict(plan: Plan) -> Decision:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return forward(plan)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    requests = steady(9, 33, (4, 8, 16))
-    waves = waves_of(requests, random.Random(3))
+    strict = never_waiting(led(model, 6, lengths=(4, 8, 16))[0])
+    waves = waves_of(steady(9, 33, (4, 8, 16)), random.Random(3))
     assert len(run(make_engine(model, strict, PAGES, 6, 400, page_size=PAGE), waves)) == 9
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_no_lane_leads_may_find_no_memory_at_no_cost_of_a_request_or_token(model, seed, monkeypatch):
+    waves = a_load(seed, 14, (None, 8, 16, 12))
+    expected = run(make_engine(model, plain(model), PAGES, 6, BUDGET, ahead=False, page_size=PAGE), waves)
+    forward, lanes = led(model, 6, lengths=(8, 16))
+    # What is captured needs no more memory than it has.
+    tight = Tight(forward._runner, room=24, seed=seed)
+    monkeypatch.setattr(forward, "_runner", tight)
+    assert run(make_engine(model, guarded(forward), PAGES, 6, BUDGET, page_size=PAGE), waves) == expected
+    assert tight.gave_out > 0 and sum(lane.asked for lane in lanes.values()) > 0
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="captured steps are no operations that could find no memory")
