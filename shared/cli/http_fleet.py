@@ -192,6 +192,15 @@ async def fleet_models(url: str) -> list[str]:
         return [model["id"] for model in orjson.loads(response.content)["data"]]
 
 
+async def chats(url: str, model: str) -> bool:
+    """Return whether a model answers chats: it has a template for them. Raises `Stop`."""
+    async with connected(url) as client:
+        response = await client.get(f"/v1/models/{model}")
+        if response.status_code != 200:
+            raise refusal(response.status_code, response.content)
+        return "chat" in orjson.loads(response.content)["capabilities"]
+
+
 def refusal(status: int, body: bytes) -> Stop:
     """Return what an error response says, with the field that it names."""
     try:

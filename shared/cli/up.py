@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 
 from shared.cli.answer import show_answer
 from shared.cli.exits import Exit, Stop
-from shared.cli.http_fleet import ask
+from shared.cli.http_fleet import ask, chats
 from shared.cli.local_fleet import LocalFleet, LocalFleetOptions
 from shared.cli.progress import Reporter
 from shared.cli.question import Question
@@ -36,9 +36,10 @@ async def serve(options: LocalFleetOptions, prompt: str) -> None:
     with _Signals(fleet) as signals:
         try:
             async with fleet:
+                raw = await _continues(options)
                 if prompt:
-                    await _answer(options, prompt, reporter)
-                print(welcome(options), flush=True)
+                    await _answer(options, prompt, raw, reporter)
+                print(welcome(options, raw), flush=True)
                 reporter.line(f"serving after {time.monotonic() - started:.1f} s; Ctrl-C stops")
                 await fleet.watch()
         except asyncio.CancelledError:
@@ -62,26 +63,39 @@ def _check_redis(url: str) -> None:
         client.close()
 
 
-async def _answer(options: LocalFleetOptions, prompt: str, reporter: Reporter) -> None:
+async def _continues(options: LocalFleetOptions) -> bool:
+    """Return whether the model only continues texts; not where nobody can tell, as without workers or a key."""
+    try:
+        return not await chats(options.url, options.served_name)
+    except Stop:
+        return False
+
+
+async def _answer(options: LocalFleetOptions, prompt: str, raw: bool, reporter: Reporter) -> None:
     """Show one answer. A fleet that serves but cannot answer this prompt goes on serving."""
     reporter.line(f"> {prompt}")
     try:
-        async with ask(options.url, Question(prompt, model=options.served_name, max_tokens=256), frames=True) as states:
+        question = Question(prompt, model=options.served_name, max_tokens=256, raw=raw)
+        async with ask(options.url, question, frames=True) as states:
             await show_answer(states, watch=True)
     except Stop as problem:
         reporter.line(f"the first prompt was not answered: {problem}")
 
 
-def welcome(options: LocalFleetOptions) -> str:
-    """Return what a newcomer needs next: addresses and commands that can be pasted."""
-    body = json.dumps({"model": options.served_name, "messages": [{"role": "user", "content": _EXAMPLE}]})
+def welcome(options: LocalFleetOptions, raw: bool) -> str:
+    """Return what a newcomer needs next: addresses and commands that can be pasted.
+
+    `raw` is for a model without a chat template, which continues texts.
+    """
+    asked = {"prompt": _EXAMPLE} if raw else {"messages": [{"role": "user", "content": _EXAMPLE}]}
+    body, route = json.dumps({"model": options.served_name, **asked}), "completions" if raw else "chat/completions"
     where = "" if options.url == "http://127.0.0.1:8000" else f" --url {options.url}"
     return f"""
 Diffleet serves {options.served_name} at {options.url}   docs: {options.url}/docs   logs: {options.data_dir / "logs"}
 
-  curl {options.url}/v1/chat/completions -H 'Content-Type: application/json' \\
+  curl {options.url}/v1/{route} -H 'Content-Type: application/json' \\
     -d '{body}'
-  {_program()} generate --watch{where} "{_EXAMPLE}"
+  {_program()} generate --watch{" --raw" if raw else ""}{where} "{_EXAMPLE}"
 """
 
 

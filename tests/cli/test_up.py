@@ -1,10 +1,12 @@
 """`diffleet up` from start to end, over a real server, api and worker."""
 
 import contextlib
+import json
 import os
 import pty
 import re
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -56,6 +58,22 @@ def test_it_answers_serves_and_leaves_nothing_behind(tiny_model: Path, short_fol
     assert answer.strip()
     assert f"curl {up.url}/v1/chat/completions" in addresses
     assert re.search(r"workers stopped.*api stopped.*embedded server stopped.*stopped", up.err, re.S)
+
+
+def test_a_model_without_a_chat_template_is_asked_to_continue_texts(
+    tiny_model: Path, short_folder: Path, put_down: list[Up]
+) -> None:
+    folder = Path(shutil.copytree(tiny_model, short_folder / "texts"))
+    config = json.loads((folder / "tokenizer_config.json").read_bytes())
+    del config["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    up = Up(short_folder, folder, "--prompt", "Once upon a time")
+    put_down.append(up)
+    up.wait_serving()
+    assert up.stop() == 0
+    answer, _, addresses = up.out.partition("\nDiffleet serves")
+    assert answer.strip() and "was not answered" not in up.err
+    assert f"curl {up.url}/v1/completions" in addresses and '"prompt": ' in addresses and "--raw" in addresses
 
 
 def test_on_a_terminal_the_first_answer_is_drawn_while_it_is_denoised(
