@@ -88,8 +88,7 @@ class CanvasRunner:
         # products gain little, a row runs by itself, so that its sums do not depend on its neighbours.
         parts = [[row] for row in plan.rows] if self._device.type == "cpu" else [list(plan.rows)]
         hidden = torch.cat([self._forward(part) for part in parts])
-        rows = len(plan.rows)
-        decision = Decision([[]] * rows, [[]] * rows, [[]] * rows, [None] * rows)
+        decision = Decision.open(len(plan.rows))
         offset, after = 0, dict[str, _State | None]()
         for index, row in enumerate(plan.rows):
             if row.canvas is not None:

@@ -185,20 +185,21 @@ async def _states(
 
 async def fleet_models(url: str) -> list[str]:
     """Return the names of the models that the fleet knows; raises `Stop`."""
-    async with connected(url) as client:
-        response = await client.get("/v1/models")
-        if response.status_code != 200:
-            raise refusal(response.status_code, response.content)
-        return [model["id"] for model in orjson.loads(response.content)["data"]]
+    return [model["id"] for model in (await _told(url, "/v1/models"))["data"]]
 
 
 async def chats(url: str, model: str) -> bool:
     """Return whether a model answers chats: it has a template for them. Raises `Stop`."""
+    return "chat" in (await _told(url, f"/v1/models/{model}"))["capabilities"]
+
+
+async def _told(url: str, path: str) -> Any:
+    """Return what a fleet answers there; raises `Stop`."""
     async with connected(url) as client:
-        response = await client.get(f"/v1/models/{model}")
+        response = await client.get(path)
         if response.status_code != 200:
             raise refusal(response.status_code, response.content)
-        return "chat" in orjson.loads(response.content)["capabilities"]
+        return orjson.loads(response.content)
 
 
 def refusal(status: int, body: bytes) -> Stop:

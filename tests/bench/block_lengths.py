@@ -121,13 +121,13 @@ def plain_step_ms(worker: Worker, length: int, rows: int, tries: int = 9) -> flo
 
 async def answer_all(loop: EngineLoop, items: Sequence[Item], lengths: Sequence[int | None], concurrent: int) -> Tally:
     """Answer the items, so many at a time, the next as soon as one is done; the lengths take turns."""
-    todo: Iterator[tuple[Item, int | None]] = zip(items, cycle(lengths), strict=False)
+    given: Iterator[tuple[Item, int | None]] = zip(items, cycle(lengths), strict=False)
     limits = Limits(max_tokens=Settings().max_tokens)
     tokens = forwards = right = 0
 
     async def client() -> None:
         nonlocal tokens, forwards, right
-        for item, length in todo:
+        for item, length in given:
             messages: list[Message] = [{"role": role, "content": text} for role, text in item.turns]
             prompt = loop.render_chat_prompt(messages)
             answer = await loop.generate(prompt, limits=limits, block_length=length)

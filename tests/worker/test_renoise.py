@@ -148,8 +148,7 @@ class Scripted:
 
     def __call__(self, plan: Plan) -> Decision:
         self.plans.append(plan)
-        rows = len(plan.rows)
-        decision = Decision([[]] * rows, [[]] * rows, [[]] * rows, [None] * rows)
+        decision = Decision.open(len(plan.rows))
         for i, row in enumerate(plan.rows):
             if row.canvas is not None:
                 over = row.canvas.step == 2 or row.canvas.last
